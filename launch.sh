@@ -1,0 +1,126 @@
+#!/usr/bin/env bash
+# Sets up and starts everything: an environment that meets requirements.txt, then torchrun.
+#
+#   bash launch.sh                     the embedded default: makes pictures and a tiny model, trains, draws
+#   bash launch.sh --flag value ...    grpo.py with your flags, then the curves (tools/monitor.py)
+#   bash launch.sh pytest [args]       the tests; their paths are relative to this folder
+#
+# Variables: PYTHON (python3) · NPROC (all visible GPUs; without a GPU 1, and NPROC=2 is two CPU processes) ·
+# NNODES NODE_RANK MASTER_ADDR MASTER_PORT, or SLURM's own under `srun --ntasks-per-node=1` ·
+# OMP_NUM_THREADS (on CPU: cores / processes) · DEMO_SEED (a seed for the embedded default).
+# The exit status is what rank 0 wrote to exit_status in the output directory (torchrun turns every failure
+# into 1), else 143 or 130 after SIGTERM or SIGINT, else torchrun's.
+set -euo pipefail
+here=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
+die() { echo "launch.sh: $*" >&2; exit 2; }
+
+# ---- An environment. Metadata tells in 0.2 s what is installed; importing torch, transformers and deepspeed
+# ---- takes 10. packaging comes with transformers.
+meets() { # PYTHON FILE...
+  "$1" - "${@:2}" <<'PY'
+import sys
+from importlib.metadata import PackageNotFoundError, version
+sys.path = [path for path in sys.path if path]  # the caller's folder is no place to find packages in
+try:
+    from packaging.requirements import Requirement
+    lines = [line.split("#")[0].strip() for path in sys.argv[1:] for line in open(path, encoding="utf-8")]
+    for need in map(Requirement, filter(None, lines)):
+        if not need.specifier.contains(version(need.name), prereleases=True):
+            sys.exit(f"{sys.executable} has {need.name} {version(need.name)}, not {need}")
+except (ImportError, PackageNotFoundError) as error:
+    sys.exit(f"{sys.executable}: {error}")
+PY
+}
+python=$(command -v -- "${PYTHON:-python3}") || die "${PYTHON:-python3} not found: install Python 3.10 or newer, or set PYTHON"
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || die "$python is too old: set PYTHON to a 3.10 or newer"
+needs=("$here/requirements.txt")
+if [[ ${1-} == pytest ]]; then needs+=("$here/requirements-test.txt"); fi
+if ! lack=$(meets "$python" "${needs[@]}" 2>&1); then
+  venv=$here/.venv
+  exec 9>"$venv.lock" # the nodes of a job may share this folder: one installs, the others wait
+  if command -v flock >/dev/null; then flock 9; fi
+  if ! [[ -x $venv/bin/python ]] || ! meets "$venv/bin/python" "${needs[@]}" 2>/dev/null; then
+    echo "launch.sh: $lack"
+    echo "launch.sh: installing into $venv (with CUDA 6 GB, a few minutes); $python stays as it is"
+    "$python" -m venv "$venv"
+    "$venv/bin/python" -m pip install --quiet "${needs[@]/#/--requirement=}"
+  fi
+  exec 9>&-
+  python=$venv/bin/python
+fi
+if [[ ${1-} == pytest ]]; then cd -- "$here" && exec "$python" -m pytest "${@:2}"; fi
+
+# ---- Running a command in a process group of its own (set -m): Ctrl-C reaches it once, through us, and it does
+# ---- not start with SIGINT ignored. A trapped signal ends `wait` early: wait on until the process is gone.
+child='' signal=''
+forward() { # SIGNAL STATUS
+  signal=$2
+  if [[ -z $child ]] || ! kill -s "$1" "$child" 2>/dev/null; then exit "$signal"; fi
+}
+trap 'forward TERM 143' TERM
+trap 'forward INT 130' INT
+trap 'forward TERM 129' HUP
+run() {
+  printf '%q ' "$@"; echo
+  set -m; "$@" & child=$!; set +m
+  status=0; wait "$child" || status=$?
+  while kill -0 "$child" 2>/dev/null; do status=0; wait "$child" || status=$?; done
+  return "${signal:-$status}"
+}
+
+# ---- What to train, and where its exit_status will be
+if [[ $# == 0 ]]; then
+  run "$python" "$here/tools/demo.py" --output runs/demo ${DEMO_SEED:+--seed "$DEMO_SEED"}
+  mapfile -t flags <runs/demo/flags.txt
+  set -- "${flags[@]}"
+fi
+output='' run_name=grpo draw=yes previous=''
+for word in "$@"; do
+  case $previous in --output[_-]dir) output=$word ;; --run[_-]name) run_name=$word ;; esac
+  case $word in
+    --output[_-]dir=*) output=${word#*=} ;;
+    --run[_-]name=*) run_name=${word#*=} ;;
+    --plan | --eval[_-]only | -h | --help) draw=no ;;
+  esac
+  previous=$word
+done
+output=${output:-runs/$run_name}
+
+# ---- Processes, nodes and port
+read -r gpus cores free_port < <("$python" -c '
+import os, random, socket, torch
+for port in random.sample(range(20000, 60001), 1000):
+    try:
+        with socket.socket() as probe:
+            probe.bind(("", port))
+        break
+    except OSError:
+        continue  # taken
+print(torch.cuda.device_count(), len(os.sched_getaffinity(0)), port)')
+nproc=${NPROC:-$((gpus > 0 ? gpus : 1))}
+[[ $nproc =~ ^[1-9][0-9]*$ ]] || die "NPROC=$nproc is no number of processes"
+((gpus == 0 || nproc <= gpus)) || die "NPROC=$nproc, but $gpus GPUs are visible: at most one process a GPU"
+settings=(env)
+if ((gpus == 0)); then # torchrun would leave each of several processes one thread
+  settings+=("DS_ACCELERATOR=${DS_ACCELERATOR:-cpu}" "OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > nproc ? cores / nproc : 1))}")
+fi
+nodes=${NNODES:-${SLURM_NNODES:-1}} node_rank=${NODE_RANK:-${SLURM_NODEID:-0}}
+address=${MASTER_ADDR:-} port=${MASTER_PORT:-}
+if [[ $nodes == 1 ]]; then
+  address=${address:-127.0.0.1} port=${port:-$free_port}
+else # every node has to come to the same address and port by itself
+  if [[ -z $address && -n ${SLURM_JOB_NODELIST:-} ]] && command -v scontrol >/dev/null; then
+    read -r address < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+  fi
+  if [[ -z $port && -n ${SLURM_JOB_ID:-} ]]; then port=$((20000 + SLURM_JOB_ID % 40001)); fi
+  [[ $address && $port ]] || die "NNODES=$nodes: set MASTER_ADDR (the host of node 0) and MASTER_PORT, the same on every node"
+fi
+
+# ---- Train. Rank 0, and with it exit_status, is on node 0.
+if [[ $node_rank == 0 ]]; then rm -f -- "$output/exit_status"; fi
+status=0
+run "${settings[@]}" "$python" -m torch.distributed.run --nnodes "$nodes" --node_rank "$node_rank" \
+  --nproc_per_node "$nproc" --master_addr "$address" --master_port "$port" "$here/grpo.py" "$@" || status=$?
+if [[ $node_rank == 0 && -s $output/exit_status ]]; then status=$(<"$output/exit_status"); fi
+if [[ $status == 0 && $draw == yes && $node_rank == 0 ]]; then run "$python" "$here/tools/monitor.py" "$output"; fi
+exit "$status"

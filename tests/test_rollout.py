@@ -1,0 +1,117 @@
+"""rollout.py: cached sampling against transformers' generate and against the trainer's log-probs."""
+
+import pytest
+import torch
+
+import model as M
+import rollout
+from test_model import FAMILIES, make_prompt
+
+
+def load(folder, attention="sdpa"):
+    policy, processor = M.load_policy(folder, torch_dtype="float32", attn_implementation=attention)
+    return policy, processor, M.eos_token_ids(policy, processor.tokenizer)
+
+
+@pytest.fixture(autouse=True)
+def small_buckets(monkeypatch):
+    """So that the buffers grow and shrink within a test's few tokens."""
+    monkeypatch.setattr(rollout, "OWN_BUCKET", 8)
+    monkeypatch.setattr(rollout, "CHECK_EVERY", 2)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_equal_generate(checkpoints, family):
+    policy, processor, eos = load(checkpoints[family])
+    plain, _, _ = load(checkpoints[family])
+    M.Policy(policy)
+    prompts = [
+        make_prompt(policy, processor, [(56, 84)], "a red box"),
+        make_prompt(policy, processor, [], "no picture at all, and longer"),
+        make_prompt(policy, processor, [(28, 28), (84, 56)], "two"),
+    ]
+    tokens, _ = rollout.sample(policy, prompts, 2, 30, 0.0, eos, pad_id=0)
+    for i, prompt in enumerate(prompts):
+        ids = prompt["input_ids"][None]
+        pictures = {k: prompt[k] for k in ("pixel_values", "image_grid_thw") if prompt[k] is not None}
+        want = plain.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            mm_token_type_ids=(ids == plain.config.image_token_id).int(),
+            max_new_tokens=30,
+            do_sample=False,
+            repetition_penalty=1.0,
+            top_k=None,
+            temperature=None,
+            eos_token_id=eos,
+            pad_token_id=0,
+            suppress_tokens=M.placeholder_ids(plain.config),
+            **pictures,
+        )[0, ids.shape[1] :]
+        for row in tokens[2 * i : 2 * i + 2]:
+            assert row[: len(want)].tolist() == want.tolist()
+            assert (row[len(want) :] == 0).all()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sampler_logps_equal_trainer_logps(checkpoints, family):
+    """What the sampler says it drew from is what the trainer differentiates, to float32's last digits, although rows
+    end at different times and the buffers shrink on the way."""
+    policy, processor, eos = load(checkpoints[family])
+    prompts = [make_prompt(policy, processor, [(56, 84)], "a"), make_prompt(policy, processor, [], "bb")]
+    eos = list(range(0, 250, 12)) + eos  # many tokens that end a completion, so that most do
+    trainer = M.Policy(policy, temperature=0.8)
+    torch.manual_seed(0)
+    tokens, logps = rollout.sample(policy, prompts, 6, 40, 0.8, eos, pad_id=3)
+    ends = torch.isin(tokens, torch.tensor(eos))
+    lengths = torch.where(ends.any(1), ends.int().argmax(1) + 1, tokens.shape[1])
+    assert lengths.min() < lengths.max() and tokens.shape[1] == lengths.max()
+    completions = [row[:length] for row, length in zip(tokens, lengths, strict=True)]
+    groups = [(prompt, completions[6 * i : 6 * i + 6]) for i, prompt in enumerate(prompts)]
+    table, _ = trainer(M.build_row(groups))
+    torch.testing.assert_close(logps, table.detach(), rtol=1e-5, atol=1e-5)
+    for row, length in zip(tokens, lengths, strict=True):
+        assert (row[length:] == 3).all()
+
+
+def test_same_seed_same_completions(checkpoints):
+    policy, processor, eos = load(checkpoints["qwen2_5_vl"])
+    prompts = [make_prompt(policy, processor, [(56, 84)])]
+    M.Policy(policy)
+    runs = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        runs.append(rollout.sample(policy, prompts, 4, 12, 1.0, eos, 0)[0].tolist())
+    assert runs[0] == runs[1] != runs[2]
+    assert len({tuple(row) for row in runs[0]}) == 4  # a group's completions differ
+
+
+def test_draws_follow_the_distribution():
+    """20,000 draws against the exact probabilities; banned ids never come."""
+    torch.manual_seed(0)
+    logits, banned = torch.randn(1, 12) * 2, torch.tensor([2, 7])
+    tokens, logps = rollout.draw(logits.expand(20_000, -1), 1.5, banned)
+    want = (logits[0] / 1.5).index_fill(0, banned, float("-inf")).softmax(0)
+    share = torch.bincount(tokens, minlength=12) / 20_000
+    assert (share - want).abs().max() < 0.015
+    assert share[banned].sum() == 0
+    torch.testing.assert_close(logps, want[tokens].log())
+
+
+def test_no_placeholder_is_ever_sampled(checkpoints):
+    policy, processor, eos = load(checkpoints["qwen2_5_vl"])
+    banned = M.placeholder_ids(policy.config)
+    with torch.no_grad():  # a model that wants nothing else
+        policy.lm_head.weight[banned] *= 50
+    M.Policy(policy)
+    torch.manual_seed(0)
+    tokens, logps = rollout.sample(policy, [make_prompt(policy, processor, [(56, 56)])], 8, 20, 1.0, eos, 0)
+    assert not torch.isin(tokens, torch.tensor(banned)).any()
+    assert logps.isfinite().all()
+
+
+def test_one_token_completions(checkpoints):
+    policy, processor, eos = load(checkpoints["qwen2_vl"])
+    M.Policy(policy)
+    tokens, logps = rollout.sample(policy, [make_prompt(policy, processor, [])], 3, 1, 1.0, eos, 0)
+    assert tokens.shape == logps.shape == (3, 1)
