@@ -584,6 +584,8 @@ def update_phase(run, engine, reference, batch, everyone):
                 num_tokens=num_tokens,
             )
             engine.backward(loss * run.world)  # DeepSpeed averages over ranks, and these denominators are global
+            plain = engine.optimizer is engine.basic_optimizer  # stage 0 in float32 keeps no norm: take it before step
+            norm = plain and torch.nn.utils.get_total_norm([p.grad for p in engine.parameters() if p.grad is not None])
             engine.step()
             # sums over this row's tokens, so that the step's metrics are those of all its rows and ranks
             where = mask[members, :width]
@@ -594,8 +596,8 @@ def update_phase(run, engine, reference, batch, everyone):
     dist.all_reduce(sums)
     values = dict(zip(names, sums.tolist(), strict=True))  # waits for the GPU: the update is over
     result = {name: value / max(num_tokens, 1) for name, value in values.items()} | {"loss": values["loss"]}
-    norm = engine.get_global_grad_norm()
-    return result | {"grad_norm": float(norm) if norm is not None else None, "learning_rate": rate}
+    norm = norm if plain else engine.get_global_grad_norm()
+    return result | {"grad_norm": float(norm), "learning_rate": rate}
 
 
 def step_metrics(args, everyone):

@@ -130,12 +130,10 @@ HOSTILE += ["[\ud800", "[٣,", "[" + " " * 300, "[" + "1" * 300, "[-", "[0.0", "
 
 
 @pytest.mark.parametrize("piece", HOSTILE)
-@pytest.mark.parametrize(
-    "prefix, suffix", [("", ""), ("[", ""), ('["', ""), ("<answer>", "</answer>"), ("", "[1,2,3]")]
-)
+@pytest.mark.parametrize("prefix, suffix", [("", ""), ('["', "]")])
 def test_hostile_text_of_100_kB_takes_linear_time(piece, prefix, suffix):
-    """Quadratic code needs minutes here; the bound is loose because a busy machine is no failure. [1,2,3,4,5] at
-    the end would be a walk over everything: FOUR_NUMBERS finds a list that the walk then has to judge."""
+    """Quadratic code needs minutes here; the bound is loose because a busy machine is no failure. The list at the end,
+    under a key that holds no box, makes sure that the text is walked: without four numbers it would not be."""
     for tail in ("", '{"size":[1,2,3,4]}'):
         text = prefix + piece * (100_000 // len(piece)) + tail + suffix
         start = time.perf_counter()
@@ -216,7 +214,7 @@ def test_boxes_are_mapped_from_the_models_frame_to_original_pixels():
     assert iou_reward([""] * 3, completions, [truth] * 3, **sizes) == pytest.approx([1.0] * 3, abs=1e-12)
     # Unmapped, the same answers miss: by a little for a resized picture, by a lot on the scale of 1000.
     unmapped = iou_reward([""] * 3, completions, [truth] * 3)
-    assert unmapped[1] < 0.2 < 0.95 < unmapped[0] < 1.0 and unmapped[2] == 1.0
+    assert unmapped[1] < 0.2 and 0.95 < unmapped[0] < 1.0 and unmapped[2] == 1.0
     # x by widths, y by heights: in a frame of 1280 x 480 only x doubles.
     halved = iou_reward(
         [""], ["[20, 10, 40, 30]"], [[10, 10, 20, 30]], image_size=[(640, 480)], model_size=[(1280, 480)]
@@ -282,7 +280,7 @@ def call(function, n=3):
         [1, None, 0.5],
         (True, None, np.float32(0.5)),
         [np.int64(1), None, torch.tensor(0.5)],
-        [np.bool_(True), None, torch.tensor(0.5, requires_grad=True)],
+        [np.bool_(True), None, torch.tensor([0.5])],
     ],
 )
 def test_score_accepts_numbers_and_none(values):

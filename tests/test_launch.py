@@ -1,0 +1,179 @@
+"""launch.sh as a user starts it: quoting, ports, the printed command, exit status, signals, .venv.
+
+Every run here ends before training (the model folder does not exist), so that what is seen is launch.sh's work.
+"""
+
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+MISSING = '/no such folder/it\'s "here" $HOME'
+
+
+def environment(**variables):
+    """This process's, without what would steer the launch, on CPU and with this Python."""
+    steering = (
+        "NPROC",
+        "NNODES",
+        "NODE_RANK",
+        "MASTER_",
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_",
+        "SLURM_",
+        "OMP_",
+        "DS_",
+        "DEMO_",
+    )
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(steering)}
+    return {**kept, "PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": "", **variables}
+
+
+def launch(*arguments, cwd, script=ROOT / "launch.sh", **variables):
+    return subprocess.run(
+        ["bash", script, *arguments],
+        cwd=cwd,
+        env=environment(**variables),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=120,
+    )
+
+
+def printed_command(output):
+    """The torchrun command line that launch.sh printed, as a list of words."""
+    return next(shlex.split(line) for line in output.splitlines() if "torch.distributed.run" in line)
+
+
+def option(command, name):
+    return command[command.index(name) + 1]
+
+
+def test_arguments_arrive_as_typed_and_the_status_is_the_one_that_rank_0_wrote(tmp_path):
+    folder = tmp_path / "out put" / "it's"
+    folder.mkdir(parents=True)
+    (folder / "exit_status").write_text("0")  # from an earlier run: must not count
+    arguments = ["--model_name_or_path", MISSING, "--output_dir", "out put/it's"]
+    done = launch(*arguments, cwd=tmp_path)
+    assert MISSING in done.stdout.replace("\\", "").split("grpo.py", 1)[1].split("\n", 1)[1], done.stdout
+    assert done.returncode == 2, done.stdout  # torchrun itself returns 1
+    assert (folder / "exit_status").read_text().strip() == "2"
+    command = printed_command(done.stdout)
+    assert command[command.index(str(ROOT / "grpo.py")) + 1 :] == arguments
+    assert sys.executable in command and "DS_ACCELERATOR=cpu" in command
+    assert f"OMP_NUM_THREADS={len(os.sched_getaffinity(0))}" in command
+    assert option(command, "--nproc_per_node") == "1" and option(command, "--nnodes") == "1"
+    assert 20000 <= int(option(command, "--master_port")) <= 60000
+    assert "monitor.py" not in done.stdout  # nothing to draw
+
+
+@pytest.mark.parametrize(
+    "variables, message",
+    [
+        ({"NPROC": "two"}, "NPROC=two is no number"),
+        ({"NNODES": "2"}, "NNODES=2: set MASTER_ADDR"),
+        ({"PYTHON": "no-such-python"}, "no-such-python not found"),
+    ],
+)
+def test_what_cannot_be_started_says_why(tmp_path, variables, message):
+    done = launch("--max_steps", "1", cwd=tmp_path, **variables)
+    assert done.returncode == 2 and message in done.stdout and "torch.distributed.run" not in done.stdout
+
+
+def processes_with(token):
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().decode(errors="replace").split("\0")
+        except OSError:
+            continue  # it has just ended
+        if token in words:
+            found.append(words)
+    return found
+
+
+def until(condition, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {seconds} s in vain"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("number, status", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_two_processes_with_the_variables_given_and_a_signal_ends_them_all(tmp_path, number, status):
+    token = f"{MISSING} {tmp_path}"  # found in the command lines of these processes alone
+    stale = tmp_path / "runs" / "first try" / "exit_status"
+    stale.parent.mkdir(parents=True)
+    stale.write_text("0")
+    command = ["bash", ROOT / "launch.sh", "--run_name=first try", "--model_name_or_path", token]
+    variables = {"NPROC": "2", "MASTER_PORT": "23457", "MASTER_ADDR": "localhost", "OMP_NUM_THREADS": "1"}
+    log = tmp_path / "log"
+    with open(log, "wb") as file:
+        started = subprocess.Popen(command, cwd=tmp_path, env=environment(**variables), stdout=file, stderr=file)
+    # launch.sh, torchrun and two workers, the latter still importing
+    until(lambda: len(processes_with(token)) >= 4 or started.poll() is not None)
+    assert started.poll() is None, log.read_text()
+    started.send_signal(number)
+    assert started.wait(timeout=40) == status, log.read_text()
+    assert processes_with(token) == []
+    assert not stale.exists()
+    command = printed_command(log.read_text())
+    assert option(command, "--nproc_per_node") == "2" and "OMP_NUM_THREADS=1" in command
+    assert option(command, "--master_port") == "23457" and option(command, "--master_addr") == "localhost"
+
+
+def test_under_slurm_every_node_finds_the_same_address_and_port(tmp_path):
+    """There is no SLURM here: a script answers as `scontrol show hostnames` does. The run, whose first node does not
+    exist, is ended as soon as its command has been printed."""
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text('#!/bin/sh\n[ "$*" = "show hostnames node[7-8]" ] && printf "node7\\nnode8\\n"\n')
+    scontrol.chmod(0o755)
+    slurm = {"SLURM_NNODES": "2", "SLURM_NODEID": "1", "SLURM_JOB_ID": "123456", "SLURM_JOB_NODELIST": "node[7-8]"}
+    started = subprocess.Popen(
+        ["bash", ROOT / "launch.sh", "--model_name_or_path", MISSING],
+        cwd=tmp_path,
+        env=environment(PATH=f"{tmp_path}:{os.environ['PATH']}", **slurm),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    command = printed_command(started.stdout.readline())
+    started.terminate()
+    started.communicate(timeout=40)
+    assert option(command, "--nnodes") == "2" and option(command, "--node_rank") == "1"
+    assert option(command, "--master_addr") == "node7"
+    assert option(command, "--master_port") == str(20000 + 123456 % 40001)
+
+
+def test_what_is_missing_is_installed_into_a_venv_beside_launch_sh_and_nowhere_else(tmp_path):
+    """pip is all that these requirements name, so that nothing is downloaded; a bare Python lacks even packaging."""
+    bare = tmp_path / "bare" / "bin" / "python"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "bare"], check=True)
+    before = set(tmp_path.glob("bare/**/*"))
+    copy = tmp_path / "it's a copy"
+    copy.mkdir()
+    shutil.copy(ROOT / "launch.sh", copy)
+    for name in ("requirements.txt", "requirements-test.txt"):
+        (copy / name).write_text("pip  # comment\n")
+    done = launch("pytest", cwd=tmp_path, script=copy / "launch.sh", PYTHON=str(bare), PIP_NO_INDEX="1")
+    assert f"installing into {copy}/.venv" in done.stdout
+    assert f"{copy}/.venv/bin/python: No module named pytest" in done.stdout and done.returncode == 1
+    assert set(tmp_path.glob("bare/**/*")) == before
+
+
+def test_a_version_out_of_bounds_counts_as_missing(tmp_path):
+    shutil.copy(ROOT / "launch.sh", tmp_path)
+    for name in ("requirements.txt", "requirements-test.txt"):
+        (tmp_path / name).write_text("numpy>=1,<1.0.1\n")
+    done = launch("pytest", cwd=tmp_path, script=tmp_path / "launch.sh", PIP_NO_INDEX="1")
+    assert "has numpy " in done.stdout and "not numpy<1.0.1,>=1" in done.stdout
+    assert done.returncode != 0 and "No matching distribution found for numpy" in done.stdout
