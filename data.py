@@ -155,10 +155,6 @@ def _read_items(path):
         yield from (_read_list if is_list else _read_lines)(file)
 
 
-def _reject_constant(text):
-    raise ValueError(f"{text} is not JSON; write null, or leave the field out")
-
-
 def _read_lines(file):
     number = 0
     while line := file.readline(MAX_RECORD_BYTES):
@@ -168,7 +164,7 @@ def _read_lines(file):
         if not line.strip():
             continue
         try:
-            item = json.loads(line.decode("utf-8"), parse_constant=_reject_constant)
+            item = json.loads(line.decode("utf-8"))
         except (ValueError, RecursionError) as error:  # ValueError: not JSON, not UTF-8, a number of 5,000 digits
             item = DataError(f"does not parse as UTF-8 JSON ({error}); correct or delete the line")
         yield number, file.tell(), item
@@ -176,7 +172,7 @@ def _read_lines(file):
 
 def _read_list(file):
     """The items of a json list, read in pieces, so that no set is ever in RAM as a whole."""
-    decode, skip = json.JSONDecoder(parse_constant=_reject_constant).raw_decode, re.compile(r"[\s,]*")
+    decode, skip = json.JSONDecoder().raw_decode, re.compile(r"[\s,]*")
     utf8, buffer, number, ended = codecs.getincrementaldecoder("utf-8")(), "", 0, False
     while True:
         raw, error = file.read(1 << 20), None
@@ -269,7 +265,8 @@ def _check_solution(solution, size):
         try:
             solution = json.loads(text)
         except (ValueError, RecursionError):
-            solution = [[0]] if re.fullmatch(r"\[[-+.,\s\deE\[\]]*", text) else text  # "[1, 2,": a box, and a bad one
+            if re.fullmatch(r"\[[-+.,\s\deE\[\]]*", text):
+                raise DataError(f"the box {text:.80} does not parse; give [x1, y1, x2, y2]") from None
     for box in _boxes(solution):
         if len(box) != 4 or not all(_is_number(v) and abs(v) < 1e9 for v in box):  # NaN compares as False
             fault = "is not four finite numbers"
@@ -399,7 +396,7 @@ def _write(sources, out, index, fingerprint):
                 continue
             try:
                 text, paths, new = _checked(item, f"{os.path.basename(source.path)}:{number}", source.folder, placed)
-            except (DataError, ValueError, RecursionError) as error:
+            except (DataError, RecursionError) as error:
                 skipped += 1
                 line = f"skipped {source.path}:{number}: {error}"
                 _say(line)
@@ -440,8 +437,12 @@ def _checked(item, name, folder, placed):
     if paths:
         fields["image_size"] = (new.get(paths[0]) or placed[paths[0]])[-1]
     _check_solution(fields["solution"], fields.get("image_size"))
-    # ValueError for half a surrogate pair or 1e999, which no JSON in UTF-8 can hold
-    return json.dumps(fields, ensure_ascii=False, allow_nan=False).encode("utf-8"), paths, new
+    try:
+        text = json.dumps(fields, ensure_ascii=False, allow_nan=False).encode("utf-8")
+    except ValueError as error:
+        cure = "write null for NaN and Infinity, and no half of a surrogate pair"
+        raise DataError(f"cannot be kept as UTF-8 JSON ({error}); {cure}") from error
+    return text, paths, new
 
 
 def ensure_packed(sources, output_dir):
@@ -540,7 +541,7 @@ class PackedDataset:
         data = self._map[start : start + length].tobytes()
         # Unmap what was just read (the page cache keeps it), or a worker's RSS grows with all that it ever read. All of
         # the map, because the kernel has mapped neighbouring pages too.
-        mmap
+        self._map.base.madvise(mmap.MADV_DONTNEED)
         return data
 
     def _check(self, data, crc, what):

@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import datetime
 import functools
+import importlib.util
 import json
+import logging
 import math
 import os
 import random
@@ -24,11 +26,14 @@ import shutil
 import socket
 import sys
 import time
+import traceback
+import warnings
 from dataclasses import asdict, dataclass, field
 
 import numpy as np
 import torch
 import torch.distributed as dist
+import transformers
 from tqdm import tqdm
 from transformers import HfArgumentParser
 
@@ -123,37 +128,49 @@ class Arguments:
         check_arguments(self)
 
 
+MINIMUM = {"num_generations": 2, "max_completion_length": 1, "num_iterations": 1, "per_device_train_batch_size": 1}
+MINIMUM |= {"max_tokens_per_forward": 1, "logging_steps": 1, "save_steps": 1, "stall_timeout": 1, "eval_steps": 0}
+MINIMUM |= {"beta": 0, "epsilon": 0, "learning_rate": 0, "weight_decay": 0, "max_grad_norm": 0, "warmup_ratio": 0}
+CHOICES = {
+    "loss_type": ("grpo", "dr_grpo", "dapo", "cispo"),
+    "importance_sampling_level": ("token", "sequence"),
+    "scale_rewards": ("group", "batch", "none"),
+    "lr_scheduler_type": ("linear", "cosine", "constant", "constant_with_warmup"),
+    "report_to": ("none", "wandb"),
+    "torch_dtype": ("bfloat16", "float32"),
+    "zero_stage": (None, 0, 1, 2, 3),
+}
+
+
 def check_arguments(args):
-    """Raise ValueError for a flag that cannot be obeyed, naming the value and what would work."""
+    """Raise ValueError for a flag that cannot be obeyed, naming it, its value and what would do."""
 
-    def need(holds, message):
+    def need(holds, name, cure):
         if not holds:
-            raise ValueError(message)
+            raise ValueError(f"--{name} {getattr(args, name)}: {cure}")
 
-    def one_of(name, *choices):
-        need(getattr(args, name) in choices, f"--{name} {getattr(args, name)}: use one of {', '.join(choices)}")
-
-    one_of("loss_type", "grpo", "dr_grpo", "dapo", "cispo")
-    one_of("importance_sampling_level", "token", "sequence")
-    one_of("scale_rewards", "group", "batch", "none")
-    one_of("lr_scheduler_type", "linear", "cosine", "constant", "constant_with_warmup")
-    one_of("report_to", "none", "wandb")
-    one_of("torch_dtype", "bfloat16", "float32")
-    need(args.num_generations >= 2, f"--num_generations {args.num_generations}: a group needs 2 to compare")
-    need(args.temperature > 0, f"--temperature {args.temperature}: equal completions teach nothing; use 1.0")
-    need(args.max_completion_length > 0, f"--max_completion_length {args.max_completion_length}: at least 1")
-    need(args.num_iterations > 0, f"--num_iterations {args.num_iterations}: at least 1")
-    need(args.logging_steps > 0, f"--logging_steps {args.logging_steps}: at least 1")
-    need(args.save_steps > 0, f"--save_steps {args.save_steps}: at least 1")
-    need(args.loss_type != "cispo" or args.epsilon_high, "--loss_type cispo needs --epsilon_high, its ratio's bound")
+    for name, least in MINIMUM.items():
+        need(getattr(args, name) >= least, name, f"must be at least {least}")
+    for name, choices in CHOICES.items():
+        need(getattr(args, name) in choices, name, f"use one of {', '.join(str(c) for c in choices if c is not None)}")
+    need(args.temperature > 0, "temperature", "must be above 0: equal completions have nothing to compare")
+    need(0 <= args.val_split_ratio < 1, "val_split_ratio", "must be at least 0 and below 1")
+    need(args.warmup_ratio <= 1, "warmup_ratio", "must be at most 1")
     need(
-        len(args.reward_weights) == len(args.reward_funcs),
-        f"--reward_weights has {len(args.reward_weights)} numbers for {len(args.reward_funcs)} --reward_funcs",
+        args.loss_type != "cispo" or args.epsilon_high,
+        "epsilon_high",
+        "--loss_type cispo needs it, as the ratio's bound",
     )
-    need(0 <= args.val_split_ratio < 1, f"--val_split_ratio {args.val_split_ratio}: between 0 and 1")
-    need(args.zero_stage in (None, 0, 1, 2, 3), f"--zero_stage {args.zero_stage}: 0, 1, 2 or 3")
-    extra = set(json.loads(args.gradient_checkpointing_kwargs or "{}")) - {"use_reentrant"}
-    need(not extra, f"--gradient_checkpointing_kwargs: {sorted(extra)} not known; only use_reentrant is")
+    need(args.reward_funcs, "reward_funcs", "name at least one, such as accuracy")
+    count = len(args.reward_funcs)
+    need(len(args.reward_weights) == count, "reward_weights", f"give {count} numbers, one for each of --reward_funcs")
+    try:
+        known = set(dict(json.loads(args.gradient_checkpointing_kwargs or "{}"))) <= {"use_reentrant"}
+    except (TypeError, ValueError):
+        known = False
+    need(known, "gradient_checkpointing_kwargs", "write '{\"use_reentrant\": false}', no other key is known")
+    if args.report_to == "wandb" and importlib.util.find_spec("wandb") is None:
+        need(False, "report_to", "the package is not installed: pip install wandb, or leave the flag out")
     prompts_per_rank(args)
 
 
@@ -193,18 +210,20 @@ def group_advantages(rewards, scale="group", eps=1e-4):
     if scale not in ("group", "batch", "none"):
         raise ValueError(f"scale {scale!r}: use group, batch or none")
     valid = ~rewards.isnan()
-    r = rewards.where(valid, torch.zeros_like(rewards))
+    dtype = rewards.dtype if rewards.is_floating_point() else torch.float32
+    # float64, in which the mean of equal float32 numbers is that number: an all-equal group gets exactly 0
+    r = rewards.double().where(valid, 0.0)
     count = valid.sum(1, keepdim=True)
     difference = (r - r.sum(1, keepdim=True) / count.clamp(min=1)) * valid  # (B, G)
     if scale == "none":
-        return difference
+        return difference.to(dtype)
     if scale == "group":
         std = (difference.square().sum(1, keepdim=True) / (count - 1).clamp(min=1)).sqrt()  # (B, 1)
     else:
         n = valid.sum()
         spread = (r - r.sum() / n.clamp(min=1)) * valid
         std = (spread.square().sum() / (n - 1).clamp(min=1)).sqrt()
-    return difference / (std + eps)
+    return (difference / (std + eps)).to(dtype)
 
 
 def completion_mask(tokens, eos_ids):
@@ -256,6 +275,8 @@ def grpo_loss(
     log_ratio = logp - old  # (N, R)
     if importance_sampling_level == "sequence":
         log_ratio = log_ratio.sum(1, keepdim=True) / lengths  # (N, 1), broadcast over the tokens below
+    elif importance_sampling_level != "token":
+        raise ValueError(f"importance_sampling_level {importance_sampling_level!r}: use token or sequence")
     ratio = log_ratio.clamp(-20, 20).exp()  # e^20 is finite in float32 with room to multiply
     high = epsilon if epsilon_high is None else epsilon_high
     if loss_type == "cispo":
@@ -293,10 +314,11 @@ def grpo_loss(
 
 
 def learning_rate_at(step, total, peak, kind, warmup_ratio):
-    """Learning rate of 0-based optimizer step `step` of `total`: linear warm-up, then the named decay to 0."""
+    """Learning rate of 0-based optimizer step `step` of `total`: linear warm-up from 0, then decay to 0, as in
+    transformers.get_scheduler."""
     warmup = math.ceil(total * warmup_ratio)
     if step < warmup:
-        return peak * (step + 1) / warmup
+        return peak * step / warmup
     share = (step - warmup) / max(1, total - warmup)
     if kind == "linear":
         return peak * (1 - share)
@@ -332,51 +354,46 @@ def cut_rows(prompt_lengths, completion_lengths, budget):
 
 
 def deepspeed_config(args, world, hidden_size, device_type):
-    """DeepSpeed's configuration from --deepspeed's JSON, with every "auto" filled in and `--zero_stage` applied.
+    """DeepSpeed's configuration: --deepspeed's JSON with every "auto" filled in and --zero_stage applied.
 
-    The flags decide the batch; a number in the file that contradicts them is an error. A micro-batch means a packed
-    row here, and `update` marks the accumulation boundary itself, so DeepSpeed is told of one micro-batch a step.
+    The flags decide; a number in the file that contradicts them is an error. `update_phase` marks the accumulation
+    boundary itself, however many rows a step has, so DeepSpeed is told of one micro-batch a step.
     """
     with open(args.deepspeed) as file:
         config = json.load(file)
-    zero = config.setdefault("zero_optimization", {})
-    if args.zero_stage is not None:
-        zero["stage"] = args.zero_stage
     completions = prompts_per_rank(args) * args.num_generations
-    flags = {
-        "train_micro_batch_size_per_gpu": args.per_device_train_batch_size,
-        "gradient_accumulation_steps": completions // args.per_device_train_batch_size,
-        "train_batch_size": completions * world,
-        "gradient_clipping": args.max_grad_norm,
-    }
-    for name, value in flags.items():
-        if config.get(name, "auto") not in ("auto", value):
-            raise ValueError(f'{args.deepspeed}: {name} is {config[name]}, the flags say {value}; write "auto"')
-    config |= {"train_micro_batch_size_per_gpu": completions, "gradient_accumulation_steps": 1}
-    config |= {"train_batch_size": completions * world, "gradient_clipping": args.max_grad_norm}
-    if config.pop("fp16", {}).get("enabled", False) is True:
-        raise ValueError(f"{args.deepspeed}: fp16 is enabled; this code trains in bf16 or float32, so remove it")
+    batch, accumulation = args.per_device_train_batch_size, completions // args.per_device_train_batch_size
+    for name, flags, told in (
+        ("train_micro_batch_size_per_gpu", batch, completions),
+        ("gradient_accumulation_steps", accumulation, 1),
+        ("train_batch_size", completions * world, completions * world),
+        ("gradient_clipping", args.max_grad_norm, args.max_grad_norm),
+    ):
+        if config.get(name, "auto") not in ("auto", flags):
+            raise ValueError(f'{args.deepspeed}: {name} is {config[name]}, the flags say {flags}; write "auto" there')
+        config[name] = told
+    if config.pop("fp16", {}).get("enabled") is True:
+        raise ValueError(f"{args.deepspeed}: fp16 is enabled, this code trains in bf16 or float32; set it to false")
     if config.pop("scheduler", None):
-        tell(f"{args.deepspeed}: its scheduler is ignored, --lr_scheduler_type {args.lr_scheduler_type} is used")
-    config.setdefault("bf16", {})["enabled"] = args.torch_dtype == "bfloat16"
-    optimizer = config.setdefault("optimizer", {"type": "AdamW", "params": {}})
-    defaults = {"lr": args.learning_rate, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": args.weight_decay}
-    params = {name: value for name, value in optimizer.get("params", {}).items() if value != "auto"}
-    optimizer["params"] = defaults | params
-    offload = zero.get("offload_optimizer", {}).get("device", "none") != "none"
-    if optimizer["type"] in ("Adam", "AdamW") and not (offload and device_type == "cuda"):
-        # torch's AdamW gives the numbers of DeepSpeed's own, which compiles for a minute at first use
-        optimizer["params"] |= {"torch_adam": True} | ({"fused": True} if device_type == "cuda" else {})
-        zero["zero_force_ds_cpu_optimizer"] = config["zero_force_ds_cpu_optimizer"] = False
-    sizes = {  # what the Hugging Face integration fills in, but for the bucket (see the README)
+        tell(f"{args.deepspeed}: its scheduler is left out, --lr_scheduler_type {args.lr_scheduler_type} holds")
+    config["bf16"] = config.get("bf16", {}) | {"enabled": args.torch_dtype == "bfloat16"}
+    zero = config.setdefault("zero_optimization", {})
+    zero["stage"] = zero.get("stage", 0) if args.zero_stage is None else args.zero_stage
+    sizes = {  # but for the bucket, what Hugging Face's integration fills in
         "reduce_bucket_size": int(1e8),
         "stage3_prefetch_bucket_size": int(0.9 * hidden_size**2),
         "stage3_param_persistence_threshold": 10 * hidden_size,
     }
-    for name, value in sizes.items():
-        if zero.get(name) == "auto":
-            zero[name] = value
-    zero.pop("zero_force_ds_cpu_optimizer", None)
+    zero.update({name: value for name, value in sizes.items() if zero.get(name) == "auto"})
+    optimizer = config.setdefault("optimizer", {"type": "AdamW"})
+    given = {name: value for name, value in optimizer.get("params", {}).items() if value != "auto"}
+    flags = {"lr": args.learning_rate, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": args.weight_decay}
+    optimizer["params"] = flags | given
+    on_cpu = zero.get("offload_optimizer", {}).get("device", "none") != "none"
+    if optimizer["type"] in ("Adam", "AdamW") and not (on_cpu and device_type == "cuda"):
+        # torch's AdamW: the numbers of DeepSpeed's own, which spends a minute compiling at its first use
+        optimizer["params"] |= {"torch_adam": True, "fused": device_type == "cuda"}
+        config["zero_force_ds_cpu_optimizer"] = False
     if zero.get("reduce_bucket_size", 1e8) < 5e7:
         tell(f"warning: reduce_bucket_size {zero['reduce_bucket_size']:g} is under 5e7: many small, slow collectives")
     if zero.get("overlap_comm") and device_type == "cuda" and torch.cuda.nccl.version() < (2, 10):
@@ -385,51 +402,55 @@ def deepspeed_config(args, world, hidden_size, device_type):
 
 
 def tell(message):
-    """Say it once, on rank 0, without breaking the progress bar."""
+    """Say it once, on rank 0, above the progress bar."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         tqdm.write(message, file=sys.stderr)
 
 
 def start_processes(args):
-    """Join the process group: returns (rank, world, device). Works without a launcher too, as one process."""
+    """Join the process group: returns (rank, world, device). Without a launcher this is one process of its own."""
     gpu = torch.cuda.is_available()
     if not gpu:
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # before the import, which looks for an accelerator
     if "RANK" not in os.environ:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
-            port = str(probe.getsockname()[1])
+            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    import deepspeed  # after DS_ACCELERATOR, which it reads on import
+    import deepspeed
 
-    if not gpu:  # decline an optional shared-memory operation that would compile for 50 s
+    if not gpu:  # decline an optional shared-memory operation, which would compile for 50 s
         deepspeed.ops.__compatible_ops__ = {"deepspeed_shm_comm": False}
-    import logging
-
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
     if gpu:
         torch.cuda.set_device(device)
-    deepspeed.init_distributed(
-        "nccl" if gpu else "gloo", timeout=datetime.timedelta(seconds=args.stall_timeout), verbose=False
-    )
+    patience = datetime.timedelta(seconds=args.stall_timeout)
+    deepspeed.init_distributed("nccl" if gpu else "gloo", timeout=patience, verbose=False)
     return dist.get_rank(), dist.get_world_size(), device
 
 
-def start_engine(args, policy, world, device):
+def load_policy(args, device):
+    names = ("attn_implementation", "torch_dtype", "min_pixels", "max_pixels", "freeze_vision_modules")
+    flags = {name: getattr(args, name) for name in names}
+    return modeling.load_policy(args.model_name_or_path, device=device, **flags)
+
+
+def start_engine(args, model, world, device):
     """Hand the policy to DeepSpeed: sharded as the JSON says, with float32 master weights and the optimizer."""
     import deepspeed
 
-    config = deepspeed_config(args, world, policy.model.config.text_config.hidden_size, device.type)
+    if args.gradient_checkpointing:
+        modeling.checkpoint_blocks(model, **json.loads(args.gradient_checkpointing_kwargs or "{}"))
+    policy = modeling.Policy(model, args.temperature)
+    config = deepspeed_config(args, world, model.config.text_config.hidden_size, device.type)
+    trainable = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     with modeling.float32_rotary_tables(policy):
-        trainable = [parameter for parameter in policy.parameters() if parameter.requires_grad]
-        engine, *_ = deepspeed.initialize(model=policy, model_parameters=trainable, config=config)
-    return engine
+        return deepspeed.initialize(model=policy, model_parameters=trainable, config=config)[0]
 
 
 def start_reference(args, world, device):
-    """The frozen reference of beta > 0: the starting weights, sharded as the policy is under ZeRO-3."""
+    """The frozen reference of beta > 0: the starting weights, sharded too under ZeRO-3."""
     import deepspeed
 
     model, _ = load_policy(args, device)
@@ -437,287 +458,302 @@ def start_reference(args, world, device):
     config = deepspeed_config(args, world, model.config.text_config.hidden_size, device.type)
     if config["zero_optimization"]["stage"] < 3:
         return reference
-    del config["optimizer"]  # nothing to optimize: DeepSpeed then shards for inference
+    del config["optimizer"]  # without one, DeepSpeed shards for inference
     with modeling.float32_rotary_tables(reference):
         return deepspeed.initialize(model=reference, config=config)[0]
 
 
-def load_policy(args, device):
-    return modeling.load_policy(
-        args.model_name_or_path,
-        attn_implementation=args.attn_implementation,
-        torch_dtype=args.torch_dtype,
-        device=device,
-        min_pixels=args.min_pixels,
-        max_pixels=args.max_pixels,
-        freeze_vision_modules=args.freeze_vision_modules,
-    )
+# --- The phases of a step ------------------------------------------------------------------------------------------
 
 
-# --- The step, phase by phase --------------------------------------------------------------------------------------
+@dataclass
+class Run:
+    """What the phases need. Only engine, reference, step, total and num_tokens are set after the start."""
+
+    args: Arguments
+    rank: int
+    world: int
+    device: torch.device
+    processor: modeling.Processor
+    eos: list  # ids that end a completion
+    pad: int
+    dataset: data.PackedDataset | None = None
+    encode: object = None  # record -> prompt
+    reward_funcs: list = field(default_factory=list)  # (name, function)
+    engine: object = None
+    reference: object = None
+    step: int = 0
+    total: int = 0
+    num_tokens: int = 0
 
 
 def seed_everything(seed, step, rank):
-    """All randomness of a step is a function of (seed, step, rank), so a resumed run repeats an undisturbed one."""
+    """All randomness of a step is a function of (seed, step, rank): a resumed run repeats an undisturbed one."""
     number = int(np.random.SeedSequence([seed, step, rank]).generate_state(1)[0])
     torch.manual_seed(number)
     np.random.seed(number)
     random.seed(number)
 
 
-def add_positions(model, prompts):
-    return [prompt | {"position_ids": modeling.prompt_positions(model, prompt)} for prompt in prompts]
-
-
-def sample_phase(run, engine, prompts):
-    """Phase 1. Draw G completions of each of this rank's prompts: the step's batch, N = B*G completions."""
+def sample_phase(run, prompts):
+    """Phase 1: G completions of each of this rank's B prompts. Returns the step's batch, N = B*G completions."""
     args = run.args
-    with modeling.gathered(engine) as policy:
-        tokens, logps = rollout.sample(
-            policy, prompts, args.num_generations, args.max_completion_length, args.temperature, run.eos, run.pad
-        )
-    mask = completion_mask(tokens, run.eos)  # (N, R)
+    with modeling.gathered(run.engine) as model:
+        prompts = [prompt | {"position_ids": modeling.prompt_positions(model, prompt)} for prompt in prompts]
+        limits = args.num_generations, args.max_completion_length, args.temperature
+        tokens, logps = rollout.sample(model, prompts, *limits, run.eos, run.pad)  # (N, R)
+    mask = completion_mask(tokens, run.eos)
     ended = torch.isin(tokens, torch.tensor(run.eos, device=tokens.device)).any(1)
-    return {
-        "prompts": prompts,
-        "tokens": tokens,
-        "sampler_logps": logps,
-        "mask": mask,
-        "lengths": mask.sum(1).tolist(),  # waits for the GPU
-        "truncated": (~ended).tolist(),
-    }
+    batch = {"prompts": prompts, "tokens": tokens, "sampler_logps": logps, "mask": mask}
+    return batch | {"lengths": mask.sum(1).tolist(), "truncated": (~ended).tolist()}  # waits for the GPU
+
+
+def decode_texts(run, tokens, lengths):
+    rows = [row[:length] for row, length in zip(tokens.tolist(), lengths, strict=True)]
+    return run.processor.tokenizer.batch_decode(rows, skip_special_tokens=True)
+
+
+def score(run, prompts, texts):
+    """Every reward function on every completion: {name: one number or None a completion}. The functions get the
+    records' own fields as columns, a field that a record lacks being None."""
+    copies = len(texts) // len(prompts)
+    records = [prompt["columns"] for prompt in prompts for _ in range(copies)]
+    names = {name for record in records for name in record} - {"prompts", "completions"}
+    columns = {name: [record.get(name) for record in records] for name in sorted(names)}
+    return rewards.score(run.reward_funcs, columns["problem"], texts, columns)
 
 
 def score_phase(run, batch):
-    """Phase 2. Decode the completions and ask every reward function: adds texts, questions, columns, scores, rewards."""
-    G, tokenizer = run.args.num_generations, run.processor.tokenizer
-    rows = zip(batch["tokens"].tolist(), batch["lengths"], strict=True)
-    batch["texts"] = tokenizer.batch_decode([row[:length] for row, length in rows], skip_special_tokens=True)
-    records = [prompt["columns"] for prompt in batch["prompts"] for _ in range(G)]  # one a completion
-    names = sorted({name for record in records for name in record} - {"prompts", "completions"})
-    batch["columns"] = {name: [record.get(name) for record in records] for name in names}
-    batch["scores"] = rewards.score(run.reward_funcs, batch["columns"]["problem"], batch["texts"], batch["columns"])
+    """Phase 2: the completions' texts, every function's scores, and their weighted sum, the reward."""
+    batch["texts"] = decode_texts(run, batch["tokens"], batch["lengths"])
+    batch["scores"] = score(run, batch["prompts"], batch["texts"])
     batch["rewards"] = rewards.total(batch["scores"], run.args.reward_weights)
 
 
 def compare_phase(run, batch):
-    """Phase 3. Agree with the other ranks on what the update needs to know of the whole step, and turn rewards into
-    advantages. One exchange of small Python objects a step; returns every rank's."""
+    """Phase 3: rewards become advantages, and the ranks tell each other what the update must know of the whole step.
+    One exchange of small Python objects; returns every rank's."""
     args, G = run.args, run.args.num_generations
-    if args.mask_truncated_completions:
-        batch["mask"] = batch["mask"] & ~torch.tensor(batch["truncated"], device=batch["mask"].device)[:, None]
-    trained = batch["mask"].sum(1).tolist()  # tokens that count in the loss, a completion; waits for the GPU
+    if args.mask_truncated_completions:  # they still count as sequences and in their group's mean
+        batch["mask"] = batch["mask"] & ~torch.tensor(batch["truncated"], device=run.device)[:, None]
+    batch["trained"] = batch["mask"].sum(1).tolist()  # tokens of each completion in the loss; waits for the GPU
     prompt_lengths = [len(prompt["input_ids"]) for prompt in batch["prompts"]]
-    batch["trained"], batch["cuts"] = trained, cut_rows(prompt_lengths, trained, args.max_tokens_per_forward)
-    mine = {name: batch[name] for name in ("rewards", "scores", "lengths", "truncated")}
-    mine |= {"tokens": sum(trained), "prompt_tokens": sum(prompt_lengths), "rows": len(batch["cuts"])}
+    batch["cuts"] = cut_rows(prompt_lengths, batch["trained"], args.max_tokens_per_forward)
+    mine = {name: batch[name] for name in ("rewards", "scores", "lengths", "truncated", "trained")}
+    mine |= {"prompts": prompt_lengths, "rows": len(batch["cuts"])}
     mine["unparsed"] = [rewards.parse_box(text) is None for text in batch["texts"]]
     everyone = [None] * run.world
     dist.all_gather_object(everyone, mine)
     table = torch.tensor([rank["rewards"] for rank in everyone]).view(-1, G)  # (world * B, G)
     advantages = group_advantages(table, args.scale_rewards).view(run.world, -1)[run.rank]  # (N,)
-    batch["advantages"] = advantages.to(batch["tokens"].device)
+    batch["advantages"] = advantages.to(run.device)
     return everyone
 
 
-def build_rows(run, engine, batch, count):
-    """The rank's packed rows, `count` of them: (row, index of each of its completions in the batch).
+def build_rows(run, batch, count):
+    """This rank's packed rows, `count` of them as on every rank: (row, batch index of each of its completions).
 
-    Index N means "no completion of this step": the blank group's, whose mask is all False. With several ranks every
-    row must hold a picture, and a rank with fewer rows than another runs blank ones (see modeling.blank_group).
+    Index N stands for the blank group, which is no completion of the step (see modeling.blank_group): it fills the
+    rows that this rank lacks, and gives a picture to a row without one where other ranks' rows may hold some.
     """
-    tokens, G, model = batch["tokens"].cpu(), run.args.num_generations, engine.module.model
-    N, rows = len(tokens), []
+    tokens, rows = batch["tokens"].cpu(), []
     for cut in batch["cuts"] + [[]] * (count - len(batch["cuts"])):
         groups = [(batch["prompts"][b], [tokens[i, : batch["trained"][i]] for i in part]) for b, part in cut]
         members = [i for _, part in cut for i in part]
-        if not cut or (run.world > 1 and all(prompt["pixel_values"] is None for prompt, _ in groups)):
-            groups.append(modeling.blank_group(model))
-            members.append(N)
+        if not any(prompt["pixel_values"] is not None for prompt, _ in groups) and (run.world > 1 or not groups):
+            groups.append(modeling.blank_group(run.engine.module.model))
+            members.append(len(tokens))
         rows.append((modeling.build_row(groups, run.device), torch.tensor(members, device=run.device)))
     return rows
 
 
-def update_phase(run, engine, reference, batch, everyone):
-    """Phase 4. `num_iterations` optimizer steps on the batch. The gradient is that of the whole step's loss however
-    it is cut into rows and spread over ranks, because the denominators are the whole step's."""
-    args, device, N = run.args, run.device, len(batch["tokens"])
-    num_sequences = sum(len(rank["rewards"]) for rank in everyone)
-    num_tokens = sum(rank["tokens"] for rank in everyone)
-    rows = build_rows(run, engine, batch, max(rank["rows"] for rank in everyone))
-    blank = lambda table: torch.nn.functional.pad(table, (0, 0, 0, 1))  # noqa: E731  line N: False, 0
-    mask, sampled, advantages = blank(batch["mask"]), blank(batch["sampler_logps"]), blank(batch["advantages"][:, None])
+LOSS_FLAGS = ("beta", "epsilon", "epsilon_high", "delta", "loss_type", "importance_sampling_level")
+LOSS_FLAGS += ("max_completion_length",)
+
+
+def update_phase(run, batch, everyone):
+    """Phase 4: num_iterations optimizer steps on the batch. The gradient is that of the whole step's loss however the
+    step is cut into rows and spread over ranks, because the denominators are the whole step's."""
+    args, engine = run.args, run.engine
+    num_tokens = sum(sum(rank["trained"]) for rank in everyone)
+    options = {name: getattr(args, name) for name in LOSS_FLAGS}
+    options |= {"num_sequences": sum(len(rank["rewards"]) for rank in everyone), "num_tokens": num_tokens}
+    rows = build_rows(run, batch, max(rank["rows"] for rank in everyone))
+    pad = functools.partial(torch.nn.functional.pad, pad=(0, 0, 0, 1))  # line N, the blank group's: False and 0
+    mask, sampled, advantages = pad(batch["mask"]), pad(batch["sampler_logps"]), pad(batch["advantages"][:, None])[:, 0]
 
     def without_gradient(policy):
         with torch.no_grad():
             return [policy(row)[0] for row, _ in rows]
 
-    ref = without_gradient(reference) if args.beta > 0 else [None] * len(rows)
+    ref = without_gradient(run.reference) if args.beta > 0 else [None] * len(rows)
     old = without_gradient(engine) if args.num_iterations > 1 else [None] * len(rows)
-    sums = torch.zeros(0, device=device)
     for iteration in range(args.num_iterations):
-        done = run.step * args.num_iterations + iteration
-        rate = learning_rate_at(
-            done, run.total * args.num_iterations, args.learning_rate, args.lr_scheduler_type, args.warmup_ratio
-        )
+        schedule = run.step * args.num_iterations + iteration, run.total * args.num_iterations
+        rate = learning_rate_at(*schedule, args.learning_rate, args.lr_scheduler_type, args.warmup_ratio)
         for group in engine.optimizer.param_groups:
             group["lr"] = rate
         sums = 0
         for k, (row, members) in enumerate(rows):
             engine.set_gradient_accumulation_boundary(k == len(rows) - 1)
             logps, entropy = engine(row)  # (n, R) of this row
-            width = logps.shape[1]
-            loss, metrics = grpo_loss(
-                logps,
-                logps.detach() if old[k] is None else old[k],
-                advantages[members, 0],
-                mask[members, :width],
-                ref_logps=ref[k],
-                beta=args.beta,
-                epsilon=args.epsilon,
-                epsilon_high=args.epsilon_high,
-                delta=args.delta,
-                loss_type=args.loss_type,
-                importance_sampling_level=args.importance_sampling_level,
-                max_completion_length=args.max_completion_length,
-                num_sequences=num_sequences,
-                num_tokens=num_tokens,
-            )
-            engine.backward(loss * run.world)  # DeepSpeed averages over ranks, and these denominators are global
-            plain = engine.optimizer is engine.basic_optimizer  # stage 0 in float32 keeps no norm: take it before step
+            live = mask[members, : logps.shape[1]]
+            before = logps.detach() if old[k] is None else old[k]
+            loss, metrics = grpo_loss(logps, before, advantages[members], live, ref_logps=ref[k], **options)
+            engine.backward(loss * run.world)  # DeepSpeed averages over ranks, and the denominators are global
+            plain = engine.optimizer is engine.basic_optimizer  # stage 0 in float32 keeps no norm: take it here
             norm = plain and torch.nn.utils.get_total_norm([p.grad for p in engine.parameters() if p.grad is not None])
             engine.step()
-            # sums over this row's tokens, so that the step's metrics are those of all its rows and ranks
-            where = mask[members, :width]
-            gap = ((logps.detach() - sampled[members, :width]) * where).abs()
-            parts = [loss.detach(), *[value * where.sum() for value in metrics.values()]]
-            sums = sums + torch.stack([*parts, (entropy * where).sum(), gap.sum()])
-    names = ["loss", *metrics, "entropy", "sampler_gap"]
+            # sums over the row's tokens, so that the metrics are those of the whole step, not of its last row
+            gap = (logps.detach() - sampled[members, : logps.shape[1]]).abs()
+            means = [value * live.sum() for value in metrics.values()]
+            sums = sums + torch.stack([loss.detach(), *means, (entropy * live).sum(), (gap * live).sum()])
     dist.all_reduce(sums)
-    values = dict(zip(names, sums.tolist(), strict=True))  # waits for the GPU: the update is over
-    result = {name: value / max(num_tokens, 1) for name, value in values.items()} | {"loss": values["loss"]}
-    norm = norm if plain else engine.get_global_grad_norm()
-    return result | {"grad_norm": float(norm), "learning_rate": rate}
-
-
-def step_metrics(args, everyone):
-    """What TRL logs of the rewards and completions, over all ranks' completions."""
-    flat = lambda name: [value for rank in everyone for value in rank[name]]  # noqa: E731
-    totals = torch.tensor(flat("rewards")).view(-1, args.num_generations)
-    lengths, truncated = np.array(flat("lengths")), np.array(flat("truncated"))
-    group_std = torch.tensor([row[~row.isnan()].std().nan_to_num(0).item() for row in totals])
-    metrics = {
-        "reward": totals.nanmean().item(),
-        "reward_std": group_std.mean().item(),
-        "frac_reward_zero_std": (group_std < 1e-6).float().mean().item(),
+    loss, *sums = sums.tolist()  # waits for the GPU: the update is over
+    names = [*metrics, "entropy", "sampler_gap"]
+    learned = {name: value / max(num_tokens, 1) for name, value in zip(names, sums, strict=True)}
+    return learned | {
+        "loss": loss,
+        "grad_norm": float(norm if plain else engine.get_global_grad_norm()),
+        "learning_rate": rate,
     }
+
+
+def step_metrics(run, everyone, learned, times):
+    """One line of metrics.jsonl, over all ranks' completions, under TRL's names where TRL has the metric."""
+    flat = lambda name: [value for rank in everyone for value in rank[name]]  # noqa: E731
+    totals = torch.tensor(flat("rewards")).view(-1, run.args.num_generations)  # (world * B, G)
+    spread = torch.tensor([group[~group.isnan()].std().nan_to_num(0).item() for group in totals])
+    metrics = {"step": run.step, "reward": totals.nanmean().item(), "reward_std": spread.mean().item()}
+    metrics["frac_reward_zero_std"] = (spread < 1e-6).float().mean().item()
     for name in everyone[0]["scores"]:
-        given = [v for rank in everyone for v in rank["scores"][name] if v is not None]
+        given = [value for rank in everyone for value in rank["scores"][name] if value is not None]
         metrics[f"rewards/{name}/mean"] = float(np.mean(given)) if given else None
         metrics[f"rewards/{name}/std"] = float(np.std(given, ddof=1)) if len(given) > 1 else None
-    ended = lengths[~truncated]
-    for kind, values in (("", lengths), ("terminated_", ended)):
-        for label, f in (("mean", np.mean), ("min", np.min), ("max", np.max)):
-            metrics[f"completions/{label}_{kind}length"] = float(f(values)) if len(values) else None
-    metrics["completions/clipped_ratio"] = float(truncated.mean())
-    metrics["parse_failure_rate"] = float(np.mean(flat("unparsed")))
+    lengths, cut = np.array(flat("lengths")), np.array(flat("truncated"))
+    for label, values in (("", lengths), ("terminated_", lengths[~cut])):
+        for kind, of in (("mean", np.mean), ("min", np.min), ("max", np.max)):
+            metrics[f"completions/{kind}_{label}length"] = float(of(values)) if len(values) else None
+    metrics |= {"completions/clipped_ratio": float(cut.mean()), "parse_failure_rate": float(np.mean(flat("unparsed")))}
+    metrics |= learned | {"num_tokens": run.num_tokens, "step_time": sum(times.values())}
+    metrics |= {f"time/{name}": seconds for name, seconds in times.items()}
+    trained = (sum(flat("trained")) + sum(flat("prompts"))) * run.args.num_iterations
+    metrics["tokens_per_second/generated"] = int(lengths.sum()) / times["rollout"]
+    metrics["tokens_per_second/trained"] = trained / times["update"]
+    if run.device.type == "cuda":
+        metrics["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
+        torch.cuda.reset_peak_memory_stats()
     return metrics
 
 
-# --- Evaluation ----------------------------------------------------------------------------------------------------
-
-
-def evaluate(run, model, val):
-    """Greedy answers to the held-out records, with training's prompt and parser: mean IoU, accuracy at IoU 0.5 and
-    share in the right format. Records are dealt to the ranks in turn; `model` holds whole weights."""
-    args, size = run.args, prompts_per_rank(run.args) * run.args.num_generations
-    mine, sums, lines = val[run.rank :: run.world], torch.zeros(4, dtype=torch.float64), []
+def evaluate(run, model, records):
+    """Greedy answers to held-out records, with training's prompt, parser and reward functions. Returns (metrics, lines
+    of completions.jsonl). eval/iou is the mean IoU, eval/accuracy the share at 0.5 and above."""
+    size, mine = prompts_per_rank(run.args) * run.args.num_generations, records[run.rank :: run.world].tolist()
+    scores, lines = {name: [] for name, _ in run.reward_funcs}, []
     for start in range(0, len(mine), size):
-        records = mine[start : start + size].tolist()
-        prompts = add_positions(model, [run.encode(run.dataset[i]) | {"record": i} for i in records])
-        tokens, _ = rollout.sample(model, prompts, 1, args.max_completion_length, 0.0, run.eos, run.pad)
-        lengths = completion_mask(tokens, run.eos).sum(1).tolist()
-        ids = [row[:length] for row, length in zip(tokens.tolist(), lengths, strict=True)]
-        texts = run.processor.tokenizer.batch_decode(ids, skip_special_tokens=True)
-        columns = {name: [p["columns"].get(name) for p in prompts] for name in prompts[0]["columns"]}
-        iou = torch.tensor(rewards.iou_reward(columns["problem"], texts, **{k: columns[k] for k in BOX_COLUMNS}))
-        form = torch.tensor(rewards.format_reward(columns["problem"], texts))
-        sums += torch.stack([iou.sum(), (iou >= 0.5).sum(), form.sum(), torch.tensor(len(iou))]).double()
+        prompts = [run.encode(run.dataset[i]) | {"record": i} for i in mine[start : start + size]]
+        prompts = [prompt | {"position_ids": modeling.prompt_positions(model, prompt)} for prompt in prompts]
+        tokens, _ = rollout.sample(model, prompts, 1, run.args.max_completion_length, 0.0, run.eos, run.pad)
+        texts = decode_texts(run, tokens, completion_mask(tokens, run.eos).sum(1).tolist())
+        part = score(run, prompts, texts)
+        for name, values in part.items():
+            scores[name] += values
         for i, prompt in enumerate(prompts):
-            given = {"accuracy": iou[i].item(), "format": form[i].item()}
-            lines.append(completion_line(run.step, "eval", prompt, texts[i], given, None, False))
-    sums = sums.to(run.device)
-    dist.all_reduce(sums)
-    count = max(int(sums[3]), 1)
-    return dict(zip(("eval/iou", "eval/accuracy", "eval/format"), (sums[:3] / count).tolist(), strict=True)) | {
-        "eval/count": int(sums[3])
-    }, lines
-
-
-BOX_COLUMNS = ("solution", "image_size", "model_size")
+            given = {name: values[i] for name, values in part.items()}
+            lines.append(completion_line(run.step, "eval", prompt, texts[i], given))
+    everyone = [None] * run.world
+    dist.all_gather_object(everyone, scores)
+    metrics = {"step": run.step, "eval/count": len(records)}
+    for name in scores:
+        values = np.array([value for rank in everyone for value in rank[name] if value is not None])
+        metrics["eval/iou" if name == "accuracy" else f"eval/{name}"] = float(values.mean()) if len(values) else None
+        if name == "accuracy":
+            metrics["eval/accuracy"] = float((values >= 0.5).mean())
+    return metrics, lines
 
 
 # --- Files of a run ------------------------------------------------------------------------------------------------
 
 
-def completion_line(step, split, prompt, text, scores, advantage, truncated):
+def completion_line(step, split, prompt, text, scores, advantage=None, truncated=None):
     columns = prompt["columns"]
     line = {"step": step, "split": split, "record": prompt["record"], "prompt": columns["problem"], "completion": text}
     line |= {"rewards": scores, "advantage": advantage, "truncated": truncated}
-    return line | {name: columns.get(name) for name in BOX_COLUMNS}
+    return line | {name: columns.get(name) for name in ("solution", "image_size", "model_size")}
 
 
-def append_lines(path, lines):
-    with open(path, "a", encoding="utf-8") as file:
-        for line in lines:
-            file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
+def batch_lines(run, batch):
+    for i, text in enumerate(batch["texts"]):
+        scores, prompt = {name: values[i] for name, values in batch["scores"].items()}, i // run.args.num_generations
+        numbers = batch["advantages"][i].item(), batch["truncated"][i]
+        yield completion_line(run.step, "train", batch["prompts"][prompt], text, scores, *numbers)
 
 
-def keep_lines_until(path, step):
-    """Drop what a run that died wrote after the checkpoint from which it now goes on."""
-    if not os.path.exists(path):
-        return
-    with open(path, encoding="utf-8") as file:
-        kept = [line for line in file if line.endswith("\n") and json.loads(line)["step"] <= step]
-    with open(path, "w", encoding="utf-8") as file:
-        file.writelines(kept)
+class Log:
+    """metrics.jsonl and completions.jsonl of a run, written by rank 0, and wandb if asked for."""
+
+    def __init__(self, run, resumed):
+        self.writes, self.wandb = run.rank == 0, None
+        self.paths = [os.path.join(run.args.output_dir, name) for name in ("metrics.jsonl", "completions.jsonl")]
+        for path in self.paths if self.writes else ():
+            kept = []
+            if resumed and os.path.exists(path):  # drop what a run that died wrote after its last checkpoint
+                with open(path, encoding="utf-8") as file:
+                    kept = [line for line in file if line.endswith("\n") and json.loads(line)["step"] <= run.step]
+            with open(path, "w", encoding="utf-8") as file:
+                file.writelines(kept)
+        if self.writes and run.args.report_to == "wandb":
+            import wandb
+
+            self.wandb = wandb
+            wandb.init(project="grpo", name=run.args.run_name, dir=run.args.output_dir, config=asdict(run.args))
+
+    def __call__(self, metrics, lines=()):
+        if not self.writes:
+            return
+        for path, entries in zip(self.paths, ([metrics], lines), strict=True):
+            with open(path, "a", encoding="utf-8") as file:
+                file.writelines(json.dumps(entry, ensure_ascii=False, default=str) + "\n" for entry in entries)
+        if self.wandb:
+            self.wandb.log(metrics, step=metrics["step"])
 
 
 def save_weights(engine, processor, folder):
-    """Gathered weights as transformers writes them, with config and processor. Called on every rank."""
+    """Whole weights as transformers writes them, with config and processor. Every rank must call it."""
     if engine.zero_optimization_stage() == 3:
-        state = engine._zero3_consolidated_16bit_state_dict()  # gathers on all ranks, returns it on rank 0
+        state = engine._zero3_consolidated_16bit_state_dict()  # gathers on all ranks, returns on rank 0
     else:
         state = engine.module.state_dict()
     if dist.get_rank() == 0:
         state = {name.removeprefix("model."): t for name, t in state.items() if not name.startswith("head.")}
         empty = [name for name, tensor in state.items() if tensor.numel() == 0]
         if empty:
-            raise RuntimeError(f"{folder}: {len(empty)} tensors to save are empty ({empty[0]}): weights not gathered")
+            raise RuntimeError(
+                f"{folder}: {len(empty)} tensors are empty ({empty[0]} …): the weights were not gathered"
+            )
         engine.module.model.save_pretrained(folder, state_dict=state)
         processor.save_pretrained(folder)
 
 
-def save_checkpoint(run, engine, state):
-    """Write checkpoint-<step> under a temporary name, then rename: a folder with the final name is whole."""
-    final = os.path.join(run.args.output_dir, f"checkpoint-{state['step']}")
+def save_checkpoint(run):
+    """Write checkpoint-<step> under a temporary name, then rename it: a folder of the final name is whole."""
+    args, final = run.args, os.path.join(run.args.output_dir, f"checkpoint-{run.step}")
     folder = final + ".tmp"
     if run.rank == 0:
         shutil.rmtree(folder, ignore_errors=True)
         os.makedirs(folder)
     dist.barrier()
-    save_weights(engine, run.processor, folder)
-    if not run.args.save_only_model:
-        engine.save_checkpoint(os.path.join(folder, "zero"), tag="state", save_latest=False)
-    if run.rank == 0:
-        with open(os.path.join(folder, "state.json"), "w") as file:
-            json.dump(state | {"world": run.world, "args": asdict(run.args)}, file, indent=2)
+    save_weights(run.engine, run.processor, folder)
+    if not args.save_only_model:
+        run.engine.save_checkpoint(os.path.join(folder, "zero"), tag="state", save_latest=False)
     dist.barrier()
     if run.rank == 0:
+        with open(os.path.join(folder, "state.json"), "w") as file:
+            json.dump({"step": run.step, "num_tokens": run.num_tokens, "world": run.world}, file)
         shutil.rmtree(final, ignore_errors=True)
         os.replace(folder, final)
-        limit = run.args.save_total_limit
-        for old in checkpoints(run.args.output_dir)[:-limit] if limit else []:
+        for old in checkpoints(args.output_dir)[: -args.save_total_limit] if args.save_total_limit else ():
             shutil.rmtree(old)
     dist.barrier()
 
@@ -728,15 +764,14 @@ def checkpoints(folder):
     return [os.path.join(folder, name) for name in sorted(names, key=lambda name: int(name[11:]))]
 
 
-def resume_folder(args):
-    """The checkpoint to go on from, or None. Refuses to start afresh among another run's checkpoints."""
-    found = checkpoints(args.output_dir)
-    asked = args.resume_from_checkpoint
-    if asked is None or asked.lower() == "false":
+def checkpoint_to_resume(args):
+    """The folder to go on from, or None. Refuses to mix a fresh run into another one's checkpoints."""
+    found, asked = checkpoints(args.output_dir), (args.resume_from_checkpoint or "false")
+    if asked.lower() == "false":
         if found:
             raise ValueError(
-                f"--output_dir {args.output_dir} holds {os.path.basename(found[-1])} of an earlier run; go on from it with "
-                "--resume_from_checkpoint true, or give another --run_name"
+                f"--output_dir {args.output_dir} holds {os.path.basename(found[-1])} of an earlier run: go on from it "
+                "with --resume_from_checkpoint true, or give another --run_name"
             )
         return None
     if asked.lower() == "true":
@@ -745,163 +780,105 @@ def resume_folder(args):
         return found[-1] if found else None
     if not os.path.isfile(os.path.join(asked, "state.json")):
         raise ValueError(
-            f"--resume_from_checkpoint {asked}: no state.json there; give a checkpoint-<step> folder, or true"
+            f"--resume_from_checkpoint {asked}: no state.json there; give a checkpoint-<step> folder or true"
         )
     return asked
 
 
-def load_state(run, engine, folder):
-    """Restore weights, optimizer and counters from a checkpoint; returns its state."""
+def load_checkpoint(run, folder):
+    """Restore weights, optimizer and counters: with `seed_everything` and the records' order, all that a run is."""
     with open(os.path.join(folder, "state.json")) as file:
         state = json.load(file)
+    weights_alone = f"start from its weights with --model_name_or_path {folder} and another --run_name"
     if state["world"] != run.world:
         raise ValueError(
-            f"{folder} was saved by {state['world']} ranks and this run has {run.world}: the optimizer's shards do not fit. "
-            f"Go on from the weights alone with --model_name_or_path {folder} and another --run_name"
+            f"{folder} was saved by {state['world']} ranks and there are {run.world} now, whom its optimizer states do "
+            f"not fit: {weights_alone}"
         )
     if not os.path.isdir(os.path.join(folder, "zero")):
-        raise ValueError(
-            f"{folder} holds weights alone (--save_only_model): start from them with --model_name_or_path {folder}"
-        )
-    with modeling.float32_rotary_tables(engine.module):
-        engine.load_checkpoint(os.path.join(folder, "zero"), tag="state")
-    return state
+        raise ValueError(f"{folder} was saved with --save_only_model: {weights_alone}")
+    with modeling.float32_rotary_tables(run.engine.module):
+        run.engine.load_checkpoint(os.path.join(folder, "zero"), tag="state")
+    run.step, run.num_tokens = state["step"], state["num_tokens"]
+    tell(f"resumed from {folder}")
 
 
 # --- The run -------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Run:
-    """What every phase needs and nothing changes but `step`."""
-
-    args: Arguments
-    rank: int
-    world: int
-    device: torch.device
-    processor: modeling.Processor
-    dataset: data.PackedDataset
-    encode: object  # record -> prompt
-    reward_funcs: list  # (name, function)
-    eos: list
-    pad: int
-    step: int = 0
-    total: int = 0
-
-
-def open_dataset(args, rank):
-    """The packed file of the sources, made by rank 0 while the others wait."""
-    sources = data.parse_sources(args.data_file_paths, args.image_folders, args.dataset_name, args.image_root)
-    path = [data.ensure_packed(sources, args.output_dir) if rank == 0 else None]
-    dist.broadcast_object_list(path, src=0)
-    return data.PackedDataset(path[0]), path[0]
-
-
-def announce(run, policy, train, val):
-    """Say what runs, and the arithmetic of the batch."""
-    args, B, G, W = run.args, prompts_per_rank(run.args), run.args.num_generations, run.world
-    name, reason = policy.model.attention_choice
-    parameters = sum(p.ds_numel if hasattr(p, "ds_numel") else p.numel() for p in policy.model.parameters())
-    tell(
-        f"policy: {args.model_name_or_path}, {parameters / 1e6:,.1f} M parameters, {args.torch_dtype} on {run.device.type}"
-    )
-    tell(f"attention: {name} ({reason})")
-    tell(f"data: {len(train)} records to train on, {len(val)} held out")
-    tell(f"batch: {W} ranks x {B} prompts x {G} completions = {W * B * G} completions a step ({W * B} prompts)")
-    tell(f"run: {run.total} steps x {args.num_iterations} updates, loss {args.loss_type}, into {args.output_dir}")
-
-
-def train(args):
-    """The algorithm. Each phase ends with a line that says what is true then."""
+def start(args):
+    """Processes, model and data: returns (run, model, training records, held-out records)."""
     rank, world, device = start_processes(args)
     os.makedirs(args.output_dir, exist_ok=True)
-    reward_funcs = [rewards.load_reward(spec) for spec in args.reward_funcs]
     model, processor = load_policy(args, device)
-    dataset, packed = open_dataset(args, rank)
-    train_records, val_records = data.train_val_split(dataset, args.val_split_ratio, args.data_seed)
-    encode = functools.partial(
-        data.encode_prompt,
-        processor=processor,
-        question_template=args.question_template,
-        max_prompt_length=args.max_prompt_length,
-    )
+    name, reason = model.attention_choice
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    tell(f"policy: {args.model_name_or_path}, {parameters / 1e6:,.1f} M parameters, {args.torch_dtype}, {device.type}")
+    tell(f"attention: {name} ({reason})")
     tokenizer = processor.tokenizer
     eos = modeling.eos_token_ids(model, tokenizer)
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos[0]
-    run = Run(args, rank, world, device, processor, dataset, encode, reward_funcs, eos, pad)
-    files = {name: os.path.join(args.output_dir, name) for name in ("metrics.jsonl", "completions.jsonl", "run.json")}
-    if args.eval_only:
-        policy = modeling.Policy(model, args.temperature)
-        records = val_records if len(val_records) else np.arange(len(dataset))
-        result, _ = evaluate(run, policy.model, records)
-        if rank == 0:
-            print(json.dumps(result))
-        return
-    B = prompts_per_rank(args)
-    run.total = (
-        args.max_steps if args.max_steps > 0 else math.ceil(len(train_records) * args.num_train_epochs / (B * world))
-    )
-    folder = resume_folder(args)
-
-    if args.gradient_checkpointing:
-        modeling.checkpoint_blocks(model, **json.loads(args.gradient_checkpointing_kwargs or "{}"))
-    policy = modeling.Policy(model, args.temperature)
-    announce(run, policy, train_records, val_records)
-    engine = start_engine(args, policy, world, device)
-    reference = start_reference(args, world, device) if args.beta > 0 else None
-    state = {"step": 0, "num_tokens": 0}
-    if folder:
-        state = load_state(run, engine, folder)
-        tell(f"resumed from {folder}")
-    run.step = state["step"]
+    pad = eos[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    run = Run(args, rank, world, device, processor, eos, pad)
+    run.reward_funcs = [rewards.load_reward(spec) for spec in args.reward_funcs]
+    options = {"question_template": args.question_template, "max_prompt_length": args.max_prompt_length}
+    run.encode = functools.partial(data.encode_prompt, processor=processor, **options)
+    # rank 0 packs the sources while the others wait
+    sources = data.parse_sources(args.data_file_paths, args.image_folders, args.dataset_name, args.image_root)
+    path = [os.path.abspath(data.ensure_packed(sources, args.output_dir)) if rank == 0 else None]
+    dist.broadcast_object_list(path, src=0)
+    run.dataset = data.PackedDataset(path[0])
     if rank == 0:
-        for name in ("metrics.jsonl", "completions.jsonl"):
-            keep_lines_until(files[name], run.step) if folder else open(files[name], "w").close()
-        with open(files["run.json"], "w") as file:
-            json.dump({"args": asdict(args), "packed": os.path.abspath(packed), "world": world}, file, indent=2)
-    wandb = start_wandb(args) if args.report_to == "wandb" and rank == 0 else None
+        with open(os.path.join(args.output_dir, "run.json"), "w") as file:
+            json.dump({"args": asdict(args), "packed": path[0], "world": world}, file, indent=2)
+    train_records, val_records = data.train_val_split(run.dataset, args.val_split_ratio, args.data_seed)
+    tell(f"data: {len(train_records)} records to train on, {len(val_records)} held out, {path[0]}")
+    return run, model, train_records, val_records
 
-    def log(metrics, lines=()):
-        if rank == 0:
-            append_lines(files["metrics.jsonl"], [metrics])
-            append_lines(files["completions.jsonl"], lines)
-            if wandb:
-                wandb.log(metrics, step=metrics["step"])
 
-    def run_evaluation():
-        if not len(val_records):
-            return
-        with modeling.gathered(engine) as whole:
-            result, lines = evaluate(run, whole, val_records)
-        log({"step": run.step} | result, lines)
-        tell(
-            f"step {run.step}: held-out mean IoU {result['eval/iou']:.3f}, accuracy at 0.5 {result['eval/accuracy']:.3f} "
-            f"({result['eval/count']} records)"
-        )
-
-    loader = data.prompt_loader(
-        dataset, train_records, encode, args.data_seed, run.step, run.total, B, rank, world, args.num_workers
+def train(run, model, train_records, val_records):
+    """The algorithm. Each phase is followed by what is true then."""
+    args, B, G, W = run.args, prompts_per_rank(run.args), run.args.num_generations, run.world
+    per_epoch = len(train_records) / (W * B)
+    run.total = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * per_epoch)
+    resumed = checkpoint_to_resume(args)
+    tell(f"batch: {W} ranks x {B} prompts x {G} completions = {W * B * G} completions of {W * B} prompts a step")
+    tell(
+        f"run: {run.total} steps x {args.num_iterations} updates, {run.total / per_epoch:.2f} epochs, in {args.output_dir}"
     )
-    if run.step == 0:
-        run_evaluation()
-    bar = tqdm(total=run.total, initial=run.step, disable=rank != 0, dynamic_ncols=True, unit="step", smoothing=0.05)
+    run.engine = start_engine(args, model, W, run.device)
+    run.reference = start_reference(args, W, run.device) if args.beta > 0 else None
+    if resumed:
+        load_checkpoint(run, resumed)
+    log = Log(run, resumed)
+
+    def evaluation():
+        with modeling.gathered(run.engine) as whole:
+            metrics, lines = evaluate(run, whole, val_records)
+        log(metrics, lines)
+        shown = ", ".join(f"{name[5:]} {value:.3f}" for name, value in metrics.items() if isinstance(value, float))
+        tell(f"step {run.step}: held out: {shown}")
+
+    if len(val_records) and run.step == 0:
+        evaluation()
+    loader = data.prompt_loader(
+        run.dataset, train_records, run.encode, args.data_seed, run.step, run.total, B, run.rank, W, args.num_workers
+    )
+    bar = tqdm(total=run.total, initial=run.step, disable=run.rank != 0, dynamic_ncols=True, unit="step")
     times, began = {}, time.perf_counter()
 
     def lap(name):
-        """Seconds since the last lap go to this phase; on a GPU its work is waited for, so they are really its own."""
+        """Give the time since the last lap to a phase. On a GPU its work is waited for, so the seconds are its own."""
         nonlocal began
-        if device.type == "cuda":
+        if run.device.type == "cuda":
             torch.cuda.synchronize()
-        now = time.perf_counter()
-        times[f"time/{name}"], began = now - began, now
+        began, times[name] = time.perf_counter(), time.perf_counter() - began
 
     for prompts in loader:
-        seed_everything(args.seed, run.step, rank)
-        prompts = add_positions(model, prompts)
+        seed_everything(args.seed, run.step, run.rank)
         lap("wait_data")
-        # B prompts with their pictures are here, another B on every other rank.
+        # B prompts with their pictures are here, B others on every other rank.
 
-        batch = sample_phase(run, engine, prompts)
+        batch = sample_phase(run, prompts)
         lap("rollout")
         # Each prompt has G completions, drawn from the policy as it is now.
 
@@ -911,77 +888,57 @@ def train(args):
 
         everyone = compare_phase(run, batch)
         lap("compare")
-        # Each completion has an advantage over its own group; all ranks know the step's sizes.
+        # Each completion has an advantage over its group, and every rank knows the step's sizes.
 
-        learned = update_phase(run, engine, reference, batch, everyone)
+        learned = update_phase(run, batch, everyone)
         lap("update")
-        # The policy has moved; the completions are now off-policy and are thrown away.
+        # The policy has moved, so these completions are no longer its own: they are thrown away.
 
         run.step += 1
-        state["step"] = run.step
-        state["num_tokens"] += sum(r["prompt_tokens"] * args.num_generations + sum(r["lengths"]) for r in everyone)
-        metrics = step_metrics(args, everyone) | learned
-        metrics |= {"num_tokens": state["num_tokens"], "step_time": sum(times.values())} | times
-        generated = sum(sum(r["lengths"]) for r in everyone)
-        metrics["tokens_per_second/generated"] = generated / times["time/rollout"]
-        metrics["tokens_per_second/trained"] = (
-            sum(r["tokens"] + r["prompt_tokens"] for r in everyone) * args.num_iterations / times["time/update"]
-        )
-        if device.type == "cuda":
-            metrics["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
-            torch.cuda.reset_peak_memory_stats()
-        bar.update()
+        run.num_tokens += sum(G * sum(rank["prompts"]) + sum(rank["lengths"]) for rank in everyone)
+        metrics = step_metrics(run, everyone, learned, times) | {"epoch": run.step / per_epoch}
         shown = {"reward": metrics["reward"], "IoU": metrics.get("rewards/accuracy/mean")}
-        bar.set_postfix({name: f"{value:.3f}" for name, value in shown.items() if value is not None})
-        if run.step % args.logging_steps == 0 or run.step == run.total:
-            epoch = run.step * B * world / len(train_records)
-            lines = batch_lines(args, batch, run.step) if args.log_completions else ()
-            log({"step": run.step, "epoch": epoch} | metrics, lines)
-        if run.step == run.total or (args.eval_steps and run.step % args.eval_steps == 0):
-            run_evaluation()
-        if run.step == run.total or run.step % args.save_steps == 0:
-            save_checkpoint(run, engine, state)
+        bar.set_postfix({name: f"{value:.3f}" for name, value in shown.items() if value is not None}, refresh=False)
+        bar.update()
+        last = run.step == run.total
+        if last or run.step % args.logging_steps == 0:
+            log(metrics, batch_lines(run, batch) if args.log_completions else ())
+        if len(val_records) and (last or args.eval_steps and run.step % args.eval_steps == 0):
+            evaluation()
+        if last or run.step % args.save_steps == 0:
+            save_checkpoint(run)
         began = time.perf_counter()
     bar.close()
 
 
-def batch_lines(args, batch, step):
-    lines = []
-    for i, text in enumerate(batch["texts"]):
-        scores = {name: values[i] for name, values in batch["scores"].items()}
-        advantage, prompt = batch["advantages"][i].item(), batch["prompts"][i // args.num_generations]
-        lines.append(completion_line(step, "train", prompt, text, scores, advantage, batch["truncated"][i]))
-    return lines
-
-
-def start_wandb(args):
-    try:
-        import wandb
-    except ImportError as error:
-        raise ValueError(
-            "--report_to wandb: the package is not installed; pip install wandb, or leave it out"
-        ) from error
-    return wandb.init(project="grpo", name=args.run_name, dir=args.output_dir, config=asdict(args))
-
-
 def main():
     """Parse, train, and leave the status where launch.sh finds it: 0, 2 for what the user can mend, 1 for the rest."""
-    status, folder = 1, None
+    status, folder, rank = 1, None, os.environ.get("RANK", "0")
+    warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)  # DeepSpeed's own calls
+    transformers.utils.logging.disable_progress_bar()
     try:
         (args,) = HfArgumentParser(Arguments).parse_args_into_dataclasses()
         folder = args.output_dir
-        train(args)
+        run, model, train_records, val_records = start(args)
+        if args.eval_only:
+            model = modeling.Policy(model).model
+            records = val_records if len(val_records) else np.arange(len(run.dataset))
+            metrics, _ = evaluate(run, model, records)
+            print(json.dumps(metrics)) if rank == "0" else None
+        else:
+            train(run, model, train_records, val_records)
         status = 0
-    except (ValueError, data.DataError, rewards.RewardError) as error:
+    except (ValueError, data.DataError) as error:  # RewardError is a ValueError
         status = 2
-        print(f"grpo.py: {error}", file=sys.stderr)
-    finally:
-        if folder and int(os.environ.get("RANK", 0)) == 0:
-            os.makedirs(folder, exist_ok=True)
-            with open(os.path.join(folder, "exit_status"), "w") as file:
-                file.write(f"{status}\n")
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        print(f"grpo.py, rank {rank}: {error}", file=sys.stderr)
+    except Exception:
+        traceback.print_exc()
+    if folder and rank == "0":
+        os.makedirs(folder, exist_ok=True)
+        with open(os.path.join(folder, "exit_status"), "w") as file:
+            file.write(f"{status}\n")
+    if dist.is_initialized():
+        dist.destroy_process_group()
     sys.exit(status)
 
 

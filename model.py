@@ -327,9 +327,7 @@ def packed_attention(backend, module, query, key, value, attention_mask, scaling
     Where `packed["kv"]` is a dict, the rotated keys and values are also left there by layer: the sampler's prefill.
     """
     if packed is None:
-        raise RuntimeError(
-            "packed attention was called without a row; call Policy(row), not the model, or set_attn_implementation('sdpa')"
-        )
+        raise RuntimeError("packed attention was called without a row; call Policy(row), not the model")
     if "kv" in packed:
         packed["kv"][module.layer_idx] = (key[0], value[0])  # (heads_kv, T, D)
     if backend == "flash_attention_2":

@@ -64,7 +64,7 @@ def tiny_config(family, tokenizer, layers=2):
     else:
         vision |= dict(hidden_size=32, out_hidden_size=64, num_heads=2, intermediate_size=48)
         vision |= dict(num_position_embeddings=64, deepstack_visual_indexes=[0, 1])
-        text |= dict(head_dim=16)
+        text |= dict(head_dim=16, num_hidden_layers=layers + 1)  # so that both deepstack layers reach the output
     cls = transformers.AutoConfig.for_model(family).__class__
     return cls(text_config=text, vision_config=vision, tie_word_embeddings=family != "qwen2_vl", **ids)
 

@@ -28,7 +28,8 @@ def run_ranks(world, function, *arguments, timeout=120):
         port = probe.getsockname()[1]
     context = multiprocessing.get_context("fork")
     results = context.Queue()
-    children = [context.Process(target=_child, args=(function, r, world, port, arguments, results)) for r in range(world)]
+    start = lambda rank: context.Process(target=_child, args=(function, rank, world, port, arguments, results))  # noqa: E731
+    children = [start(rank) for rank in range(world)]
     for child in children:
         child.start()
     found = {}

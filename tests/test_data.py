@@ -14,6 +14,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import tracemalloc
 import zlib
@@ -23,11 +24,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import byte_tokenizer
 from PIL import Image
+from tqdm import tqdm
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 import data
+from conftest import byte_tokenizer
 from data import DataError, PackedDataset, pack
 
 BOX = [4, 5, 40, 30]
@@ -250,7 +252,7 @@ BAD_LINES = {
     "not utf-8": b'{"problem": "\xff\xfe", "solution": "x"}',
     "not an object": b"[1, 2]",
     "a bare number": b"7",
-    "NaN is not json": b'{"image": "a.png", "problem": "q", "solution": [NaN, 1, 2, 3]}',
+    "NaN in a field": b'{"problem": "q", "solution": "x", "score": NaN}',
     "1e999": b'{"image": "a.png", "problem": "q", "solution": "x", "score": 1e999}',
     "deep nesting": b"[" * 100_000,
     "deep object": b'{"problem": "q", "solution": ' + b"[" * 900 + b"1" + b"]" * 900 + b"}",
@@ -297,6 +299,7 @@ BAD_LINES = {
     "box y2 = y1": vlm_r1(answer=[1, 20, 30, 20]),
     "box outside": vlm_r1(answer=[10, 10, 66, 20]),
     "box negative": vlm_r1(answer="<answer>[-5, 10, 20, 20]</answer>"),
+    "box of NaN": vlm_r1(answer=[float("nan"), 1, 2, 3]),
     "box of NaN text": vlm_r1(answer="[NaN, 1, 2, 3]"),
     "box of Infinity text": vlm_r1(answer="[0, 1, 2, Infinity]"),
     "box that does not parse": vlm_r1(answer="[1, 2, 3, 4"),
@@ -362,6 +365,14 @@ def test_broken_json_list_keeps_what_lies_before(folder, tail):
     (folder.parent / "s.json").write_bytes(text)
     summary = pack([(folder.parent / "s.json", folder)], folder.parent / "out")
     assert summary["records"] == 3 and summary["skipped"] == 1 and "s.json:4" in summary["problems"][0]
+
+
+def test_a_bad_record_inside_a_json_list_loses_itself_alone(folder, tmp_path):
+    """NaN is what Python's json writes for a missing number: the list goes on behind it."""
+    source = tmp_path / "s.json"
+    source.write_text(json.dumps([vlm_r1(), vlm_r1(answer=[float("nan"), 1, 2, 3]), {"a": float("nan")}, vlm_r1()]))
+    summary = pack([(source, folder)], tmp_path / "out")
+    assert summary["records"] == 2 and [p.split(": ")[0][-1] for p in summary["problems"]] == ["2", "3"]
 
 
 def test_nothing_left_is_an_error_and_leaves_no_file(folder, tmp_path):
@@ -649,7 +660,12 @@ def test_no_space_left_leaves_nothing_behind(packed, folder, tmp_path):
 
 def test_killed_while_packing_leaves_no_file_under_the_name(tmp_path):
     source = write_jsonl(tmp_path / "s.jsonl", [{"problem": "q" * 100, "solution": "x"}] * 200_000)
-    process = multiprocessing.get_context("fork").Process(target=pack, args=([(source, None)], tmp_path / "out"))
+
+    def child():
+        tqdm.set_lock(threading.RLock())  # tqdm's own is shared with forks: killed while it holds that, we would hang
+        pack([(source, None)], tmp_path / "out")
+
+    process = multiprocessing.get_context("fork").Process(target=child)
     process.start()
     while not any(name.startswith("out.") for name in os.listdir(tmp_path)):
         assert process.is_alive()
@@ -890,7 +906,7 @@ def broken(record):
 
 def test_an_error_in_a_worker_surfaces(packed):
     with pytest.raises(DataError, match="good.jsonl:.* is broken"):
-        load(packed, num_workers=1, encode=broken)
+        load(packed, start_step=5, num_workers=1, encode=broken)
 
 
 def test_worker_count(packed, monkeypatch):

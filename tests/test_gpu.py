@@ -42,6 +42,7 @@ def test_sampler_and_trainer_agree_in_bf16(checkpoints):
     trainer = M.Policy(policy)
     tokens, logps = rollout.sample(policy, prompts, 8, 64, 1.0, [], 0)
     with torch.no_grad():
-        table, _ = trainer(M.build_row([(p, list(tokens[8 * i : 8 * i + 8].cpu())) for i, p in enumerate(prompts)], "cuda"))
+        groups = [(prompt, list(tokens[8 * i : 8 * i + 8].cpu())) for i, prompt in enumerate(prompts)]
+        table, _ = trainer(M.build_row(groups, "cuda"))
     gap = (table - logps).abs()
     assert gap.mean() < 0.03 and gap.max() < 0.3, (gap.mean(), gap.max())

@@ -2,17 +2,13 @@
 as plain PyTorch with repeated prompts."""
 
 import functools
-import json
-import types
 
 import numpy as np
 import pytest
 import torch
 
-import data
 import grpo
 import model as M
-import rewards
 from ranks import run_ranks
 from test_model import make_prompt
 
@@ -44,11 +40,9 @@ def train_fixed(folder, out, world, **flags):
     args = arguments(folder, out, per_device_train_batch_size=16 // world, **flags)
     rank, world, device = grpo.start_processes(args)
     model, processor = grpo.load_policy(args, device)
-    if args.gradient_checkpointing:
-        M.checkpoint_blocks(model)
-    engine = grpo.start_engine(args, M.Policy(model, args.temperature), world, device)
-    reference = grpo.start_reference(args, world, device) if args.beta > 0 else None
-    run = grpo.Run(args, rank, world, device, processor, None, None, [], [0], 0, total=STEPS)
+    run = grpo.Run(args, rank, world, device, processor, eos=[0], pad=0, total=STEPS)
+    run.engine = grpo.start_engine(args, model, world, device)
+    run.reference = grpo.start_reference(args, world, device) if args.beta > 0 else None
     metrics = []
     for run.step in range(STEPS):
         prompts, tokens, mask, scores = fixed_step(model, processor, run.step)
@@ -59,8 +53,8 @@ def train_fixed(folder, out, world, **flags):
         batch |= {"rewards": scores[mine].tolist(), "scores": {"r": scores[mine].tolist()}}
         batch["sampler_logps"] = torch.zeros(B * G, 10)
         everyone = grpo.compare_phase(run, batch)
-        metrics.append(grpo.update_phase(run, engine, reference, batch, everyone))
-    with M.gathered(engine) as whole:
+        metrics.append(grpo.update_phase(run, batch, everyone))
+    with M.gathered(run.engine) as whole:
         weights = {name: parameter.detach().clone().numpy() for name, parameter in whole.named_parameters()}
     return weights, metrics
 

@@ -24,6 +24,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.ticker import MaxNLocator
 from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -111,16 +112,15 @@ def draw_lines(axis, rows, series):
 
 def draw_phases(axis, rows):
     phases = sorted({name for row in rows for name in row if name.startswith("time/")})
-    if not phases:
-        return
     span = max(1, len(rows) // 20)
     layers = [smooth([0.0 if math.isnan(v) else v for v in column(rows, name)], span) for name in phases]
-    labels = [name.removeprefix("time/").replace("_", " ") for name in phases]
-    palette = [BLUE, ORANGE, GREEN, VIOLET, RED, GREY]
-    colours = list(itertools.islice(itertools.cycle(palette), len(phases)))
-    axis.stackplot(column(rows, "step"), layers, labels=labels, colors=colours, alpha=0.85)
-    handles, labels = axis.get_legend_handles_labels()
-    axis.legend(handles[::-1], labels[::-1], frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    if layers:
+        labels = [name.removeprefix("time/").replace("_", " ") for name in phases]
+        palette = itertools.cycle([BLUE, ORANGE, GREEN, VIOLET, RED, GREY])
+        colours = [colour for colour, _ in zip(palette, phases, strict=False)]
+        axis.stackplot(column(rows, "step"), layers, labels=labels, colors=colours, alpha=0.85)
+        axis.set_ylim(0, 1.35 * max(map(sum, zip(*layers, strict=True))))
+        axis.legend(frameon=False, loc="upper left", ncols=3)
 
 
 def draw_curves(training, evaluation, title, path):
@@ -142,7 +142,7 @@ def draw_curves(training, evaluation, title, path):
             [("completions/clipped_ratio", "clipped ratio", RED), ("frac_reward_zero_std", "reward std 0", GREY)],
         ),
         ("Entropy, nats a token" + (", and KL" if kl else ""), [("entropy", "entropy", GREEN), *kl]),
-        ("Loss", [("loss", "loss", BLUE)]),
+        ("Loss: 0 up to rounding with one update a rollout", [("loss", "loss", BLUE)]),
         ("Gradient norm, before clipping", [("grad_norm", "grad norm", ORANGE)]),
         ("Seconds a phase", None),
     ]
@@ -155,15 +155,22 @@ def draw_curves(training, evaluation, title, path):
     for name, label, colour in ("eval/iou", "mean IoU", BLUE), ("eval/accuracy", "accuracy at IoU 0.5", ORANGE):
         values = column(evaluation, name)
         axes[0, 2].plot(column(evaluation, "step"), values, "o-", color=colour, markersize=4, label=label)
-        for row, value in [*zip(evaluation, values)][:: max(1, len(values) - 1)]:  # the first and the last
+        for row, value in list(zip(evaluation, values, strict=True))[
+            :: max(1, len(values) - 1)
+        ]:  # the first and the last
             axes[0, 2].annotate(f"{value:.2f}", (row["step"], value), (0, 6), textcoords="offset points", ha="center")
     if evaluation:
         axes[0, 2].legend(frameon=False, loc="lower right")
-    axes[0, 2].set_ylim(0, 1.08)
+    axes[0, 2].set_ylim(0, 1.1)
     axes[1, 1].set_ylim(-0.03, 1.03)
+    axes[1, 0].set_ylim(bottom=0)
+    axes[2, 0].ticklabel_format(useOffset=False)
+    axes[2, 0].yaxis.get_offset_text().set_position((-0.14, 0))
+    axes[2, 1].set_ylim(bottom=0)
     draw_phases(axes[2, 2], training)
     for axis in axes[2]:
         axis.set_xlabel("step")
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold")
     figure.savefig(path, dpi=110)
     plt.close(figure)
@@ -172,33 +179,29 @@ def draw_curves(training, evaluation, title, path):
 # --- Rollouts ----------------------------------------------------------------------------------------------------
 
 STYLE = """
-:root { color-scheme: light dark; --ink: #1d2733; --soft: #5d6b7a; --line: #d8dee6; --page: #fff; --panel: #f5f7fa;
-  --true: #1d9a50; --start: #d9772b; --end: #2f6fb5; --bad: #c4453f; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e4e9ef; --soft: #9aa7b5; --line: #37424f; --page: #14191f;
-  --panel: #1d242c; } }
+:root { color-scheme: light dark; --ink: #1d2733; --soft: #5d6b7a; --line: #d8dee6; --page: #fff; --panel: #f3f6f9;
+  --true: #19c25f; --start: #ff9a3d; --up: #3b9cff; --down: #ff5a52; }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e4e9ef; --soft: #9aa7b5; --line: #37424f; --page: #14191f; --panel: #1f2730; } }
 body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--page); max-width: 1120px;
-  margin: 0 auto; padding: 24px; }
-h1 { font-size: 24px; margin: 0 0 4px; } h2 { font-size: 18px; margin: 36px 0 4px; } p { margin: 4px 0 12px; }
-.soft, th, figcaption { color: var(--soft); } svg { display: block; width: 100%; height: auto; border-radius: 4px; }
-dl { display: flex; flex-wrap: wrap; gap: 8px; margin: 16px 0; }
-dl div { background: var(--panel); border-radius: 8px; padding: 8px 14px; } dt { color: var(--soft); font-size: 12px; }
-dd { margin: 0; font-weight: 600; font-size: 17px; font-variant-numeric: tabular-nums; }
+  margin: 0 auto; padding: 24px; overflow-wrap: anywhere; }
+h1 { font-size: 24px; margin: 0; } h2 { font-size: 18px; margin: 36px 0 4px; } p { margin: 4px 0 12px; }
+p, dt, th, figcaption { color: var(--soft); } b { color: var(--ink); font-weight: 600; }
+dl { display: flex; flex-wrap: wrap; gap: 8px; } dt { font-size: 12px; } dd { margin: 0; font-weight: 600; }
+dl div { background: var(--panel); border-radius: 8px; padding: 8px 14px; }
 .cards { display: grid; grid-template-columns: repeat(auto-fill, minmax(160px, 1fr)); gap: 16px; }
-figure { margin: 0; min-width: 0; overflow-wrap: anywhere; } figcaption { font-size: 13px; margin-top: 4px; }
-figcaption b { color: var(--ink); font-weight: 600; }
-.group { display: grid; grid-template-columns: 200px minmax(0, 1fr); gap: 20px; padding: 16px 0;
-  border-top: 1px solid var(--line); }
-.table { overflow-x: auto; } table { border-collapse: collapse; width: 100%; font-size: 13px; }
-th { text-align: right; font-weight: 400; } th:last-child { text-align: left; }
-th, td { padding: 2px 12px 2px 0; vertical-align: top; white-space: nowrap; }
-td { text-align: right; font-variant-numeric: tabular-nums; border-top: 1px solid var(--line); }
-td:last-child { text-align: left; white-space: pre-wrap; overflow-wrap: anywhere; min-width: 240px;
-  font-family: ui-monospace, monospace; }
-rect { fill: none; stroke-width: 2px; vector-effect: non-scaling-stroke; } image { image-rendering: auto; }
-.true { stroke: var(--true); stroke-width: 3px; } .start { stroke: var(--start); stroke-dasharray: 5 4; }
-.end { stroke: var(--end); } .down { stroke: var(--bad); opacity: .55; } .up { stroke: var(--end); opacity: .75; }
-.key { display: inline-block; width: 18px; margin: 0 4px 3px 12px; border-top: 3px solid; }
-@media (max-width: 640px) { .group { grid-template-columns: 1fr; } .group figure { max-width: 220px; } }
+.group { display: flex; flex-wrap: wrap; gap: 20px; padding: 16px 0; border-top: 1px solid var(--line); }
+.group figure { flex: 0 0 220px; } .group div { flex: 1 1 420px; overflow-x: auto; }
+figure { margin: 0; } figcaption { font-size: 13px; margin-top: 4px; }
+svg { display: block; width: 100%; height: auto; border-radius: 4px; background: #808080; }
+rect { fill: none; stroke-width: 2.5px; vector-effect: non-scaling-stroke; } g { filter: drop-shadow(0 0 .4px #000); }
+.true { stroke: var(--true); stroke-width: 5px; } .start { stroke: var(--start); stroke-dasharray: 6 4; }
+.up { stroke: var(--up); } .down { stroke: var(--down); stroke-width: 1.5px; }
+i { display: inline-block; width: 20px; margin: 0 5px 3px 14px; border-top: 4px solid; }
+table { border-collapse: collapse; width: 100%; font-size: 13px; font-variant-numeric: tabular-nums; }
+th, td { text-align: right; padding: 2px 14px 2px 0; vertical-align: top; font-weight: 400; overflow-wrap: normal; }
+td { border-top: 1px solid var(--line); } th:last-child, td:last-child { text-align: left; width: 90%; }
+td:last-child { white-space: pre-wrap; font-family: ui-monospace, monospace; overflow-wrap: anywhere; }
 """
 
 
@@ -245,7 +248,7 @@ def picture(row, packed, predictions):
     for other, kind in predictions:
         scale = width / other["model_size"][0], height / other["model_size"][1]
         boxes += rectangle(rewards.parse_box(other["completion"]), (width, height), scale, kind)
-    return f'<svg viewBox="0 0 {width:d} {height:d}" role="img">{shown}{boxes}</svg>'
+    return f'<svg viewBox="0 0 {width:d} {height:d}" role="img">{shown}<g>{boxes}</g></svg>'
 
 
 def number(value, digits=2):
@@ -258,7 +261,7 @@ def held_out_cards(first, last, packed):
     cards = []
     for row in last[1][:RECORDS_SHOWN]:
         start = before.get(row["record"])
-        drawn = ([(start, "start")] if start else []) + [(row, "end")]
+        drawn = ([(start, "start")] if start else []) + [(row, "up")]
         then = number(start["rewards"].get("accuracy")) if start else "–"
         now = number(row["rewards"].get("accuracy"))
         cards.append(
@@ -282,24 +285,23 @@ def group_block(rows, packed):
     drawn = [(row, "up" if (row["advantage"] or 0) > 0 else "down") for row in rows]
     return (
         f'<div class="group"><figure>{picture(rows[0], packed, drawn)}<figcaption><b>{escape(rows[0]["prompt"])}</b>'
-        f'</figcaption></figure><div class="table"><table><tr>{head}</tr>{body}</table></div></div>'
+        f"</figcaption></figure><div><table><tr>{head}</tr>{body}</table></div></div>"
     )
 
 
 def rollouts_page(title, facts, ends, packed):
     """The page as a string. `facts`: (name, value) pairs for its head; `ends`: first_and_last's dict."""
-    key = '<span class="key" style="border-color: var(--{0}){2}"></span>{1}'.format
+    key = '<i style="border-color: var(--{})"></i>{}'.format
     body = f"<h1>{escape(title)}</h1><dl>"
     body += "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in facts) + "</dl>"
     if "eval" in ends:
         first, last = ends["eval"]
-        legend = key("true", "true box", "") + key("start", f"step {first[0]:d}", "; border-top-style: dashed")
-        body += f"<h2>Held-out records, before and after</h2><p class=soft>Greedy answers, in the order of the file:"
-        body += f" {legend}{key('end', f'step {last[0]:d}', '')}</p>{held_out_cards(first, last, packed)}"
-    for step, rows in dict(ends.get("train", ())).items():
-        legend = key("true", "true box", "") + key("end", "advantage above 0", "") + key("bad", "0 or below", "")
-        body += f"<h2>Training groups of step {step:d}</h2><p class=soft>A group is one prompt and its sampled"
-        body += f" completions: {legend}</p>"
+        legend = key("true", "true box") + key("start", f"step {first[0]:d}") + key("up", f"step {last[0]:d}")
+        body += f"<h2>Held-out records, before and after</h2><p>Greedy answers, in the order of the file: {legend}</p>"
+        body += held_out_cards(first, last, packed)
+    for step, rows in dict(ends.get("train", ())).items():  # a dict, because the first step may be the last
+        legend = key("true", "true box") + key("up", "advantage above 0") + key("down", "0 or below")
+        body += f"<h2>Training groups of step {step:d}</h2><p>One prompt and its sampled completions: {legend}</p>"
         groups = [list(group) for _, group in itertools.groupby(rows, key=lambda row: row["record"])]
         body += "".join(group_block(group, packed) for group in groups[:GROUPS_SHOWN])
     meta = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
