@@ -188,8 +188,6 @@ def _read_list(file):
             except (ValueError, RecursionError) as caught:  # broken, at the list's end, or in need of more text
                 error = error or caught
                 break
-            if end == len(buffer) and not ended:
-                break  # 12 may go on as 123
             number, at = number + 1, end
             yield number, file.tell(), item
         buffer = buffer[at:]

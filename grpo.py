@@ -14,6 +14,8 @@ Read `train` first: it is the algorithm in time order. The maths stands above it
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import datetime
 import functools
 import importlib.util
@@ -842,9 +844,7 @@ def train(run, model, train_records, val_records):
     run.total = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * per_epoch)
     resumed = checkpoint_to_resume(args)
     tell(f"batch: {W} ranks x {B} prompts x {G} completions = {W * B * G} completions of {W * B} prompts a step")
-    tell(
-        f"run: {run.total} steps x {args.num_iterations} updates, {run.total / per_epoch:.2f} epochs, in {args.output_dir}"
-    )
+    tell(f"{run.total} steps x {args.num_iterations} updates, {run.total / per_epoch:.2f} epochs; {args.output_dir}")
     run.engine = start_engine(args, model, W, run.device)
     run.reference = start_reference(args, W, run.device) if args.beta > 0 else None
     if resumed:
@@ -913,33 +913,48 @@ def train(run, model, train_records, val_records):
 
 def main():
     """Parse, train, and leave the status where launch.sh finds it: 0, 2 for what the user can mend, 1 for the rest."""
-    status, folder, rank = 1, None, os.environ.get("RANK", "0")
+    status, rank = 1, os.environ.get("RANK", "0")
     warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)  # DeepSpeed's own calls
     transformers.utils.logging.disable_progress_bar()
+    folder = output_folder(sys.argv[1:])
     try:
-        (args,) = HfArgumentParser(Arguments).parse_args_into_dataclasses()
-        folder = args.output_dir
+        with open(os.devnull, "w") as silence, contextlib.ExitStack() as quiet:
+            if rank != "0":  # one usage message is enough
+                quiet.enter_context(contextlib.redirect_stderr(silence))
+                quiet.enter_context(contextlib.redirect_stdout(silence))
+            (args,) = HfArgumentParser(Arguments).parse_args_into_dataclasses()
         run, model, train_records, val_records = start(args)
         if args.eval_only:
-            model = modeling.Policy(model).model
             records = val_records if len(val_records) else np.arange(len(run.dataset))
-            metrics, _ = evaluate(run, model, records)
-            print(json.dumps(metrics)) if rank == "0" else None
+            metrics, _ = evaluate(run, modeling.Policy(model).model, records)
+            if rank == "0":
+                print(json.dumps(metrics))
         else:
             train(run, model, train_records, val_records)
         status = 0
+    except SystemExit as stop:  # argparse: 0 for --help, 2 for a flag that it does not know
+        status = stop.code
     except (ValueError, data.DataError) as error:  # RewardError is a ValueError
         status = 2
         print(f"grpo.py, rank {rank}: {error}", file=sys.stderr)
     except Exception:
         traceback.print_exc()
-    if folder and rank == "0":
+    if rank == "0" and (status or os.path.isdir(folder)):
         os.makedirs(folder, exist_ok=True)
         with open(os.path.join(folder, "exit_status"), "w") as file:
             file.write(f"{status}\n")
     if dist.is_initialized():
         dist.destroy_process_group()
     sys.exit(status)
+
+
+def output_folder(words):
+    """--output_dir, or runs/<run_name>: wanted for exit_status even where the other flags do not parse."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--output_dir", "--output-dir")
+    parser.add_argument("--run_name", "--run-name", default="grpo")
+    known, _ = parser.parse_known_args(words)
+    return known.output_dir or os.path.join("runs", known.run_name)
 
 
 if __name__ == "__main__":

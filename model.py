@@ -354,9 +354,10 @@ def packed_attention(backend, module, query, key, value, attention_mask, scaling
     return torch.cat(outputs, dim=2).transpose(1, 2), None  # (1, heads, T, D) -> (1, T, heads, D)
 
 
-for _backend in ("flash_attention_2", "sdpa", "eager"):
-    # "flash" in the registered name would make transformers look for kernels of its own
-    ALL_ATTENTION_FUNCTIONS.register(f"packed_{_backend[:5]}", functools.partial(packed_attention, _backend))
+# Names for transformers' registry; one with "flash" in it would make some models look for kernels of their own.
+PACKED = {"flash_attention_2": "packed_varlen", "sdpa": "packed_sdpa", "eager": "packed_eager"}
+for _backend, _name in PACKED.items():
+    ALL_ATTENTION_FUNCTIONS.register(_name, functools.partial(packed_attention, _backend))
 
 
 # --- Log-probs ---------------------------------------------------------------------------------------------------
@@ -401,7 +402,7 @@ class Policy(nn.Module):
         self.head = LogProbs(model.lm_head.weight, placeholder_ids(model.config), temperature)
         # The text model alone: setting it on the top config would reach the vision tower too.
         attention = model.config._attn_implementation
-        model.set_attn_implementation({"text_config": f"packed_{attention[:5]}", "vision_config": attention})
+        model.set_attn_implementation({"text_config": PACKED[attention], "vision_config": attention})
 
     def forward(self, row):
         """A row of build_row -> log-probs (N, R) and entropies (N, R), float32, 0 where there is no token."""

@@ -24,7 +24,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import EpsImagePlugin, Image
 from tqdm import tqdm
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -310,8 +310,8 @@ BAD_LINES = {
 
 @functools.cache
 def bomb():
-    """200 million pixels in 25 kB."""
-    return encoded(Image.new("1", (40_000, 5_000)), "PNG")
+    """100 million pixels in 12 kB: as many as PIL warns of, but opens."""
+    return encoded(Image.new("1", (20_000, 5_000)), "PNG")
 
 
 def make_bad_pictures(folder):
@@ -339,6 +339,17 @@ def test_bad_record_is_skipped_and_said_and_good_ones_survive(folder, capsys, na
     assert problem.startswith(f"skipped {folder.parent / 's.jsonl'}:2: ") and "\n" not in problem
     said = capsys.readouterr().err
     assert problem in said and "2 records" in said and "1 skipped" in said
+
+
+def test_a_picture_never_runs_a_program(folder, tmp_path, monkeypatch):
+    """PIL renders PostScript by running `gs`: one that leaves a trace stands in the path."""
+    (tmp_path / "gs").write_text(f"#!/bin/sh\ntouch '{tmp_path}/ran'\n")
+    (tmp_path / "gs").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)  # forget that there was none
+    make_bad_pictures(folder)
+    assert pack_lines(folder, vlm_r1(), vlm_r1("script.png"))[0]["skipped"] == 1
+    assert not (tmp_path / "ran").exists()
 
 
 def test_links_and_dots_inside_the_folder_are_fine(folder):
@@ -693,7 +704,9 @@ def test_ensure_packed_is_made_beside_the_source_reused_and_remade(folder, tmp_p
     assert data.ensure_packed([(source, folder)], tmp_path / "run") == path
     assert os.stat(path).st_ino == first.st_ino and os.stat(path).st_mtime_ns == first.st_mtime_ns
 
-    write_jsonl(source, [vlm_r1(), vlm_r1()])  # another size
+    written = os.stat(source).st_mtime_ns
+    write_jsonl(source, [vlm_r1(), vlm_r1()])  # another size, at the same time
+    os.utime(source, ns=(written, written))
     assert data.ensure_packed([(source, folder)], tmp_path / "run") == path and len(PackedDataset(path)) == 2
     inode = os.stat(path).st_ino
     os.utime(source, (1, 1))  # another time
@@ -860,6 +873,7 @@ def test_every_epoch_is_a_permutation_over_all_ranks(n, world, batch):
     ]
     for start in range(0, len(taken) - n, n):
         assert sorted(taken[start : start + n]) == list(range(n))
+        assert n == 1 or taken[start : start + n] != taken[start + n : start + 2 * n]
     assert len(taken) == steps * world * batch
 
 

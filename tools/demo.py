@@ -5,10 +5,10 @@ It makes, offline and in about a minute on two CPU cores,
 1. synthetic referring-expression pictures (VLM-R1's jsonl beside PNG files): one rectangle or ellipse on a colour ramp;
    held out are *boxes* that training never draws, not other pictures of the same boxes. The corners lie on a grid, so
    there are only 784 boxes, and a held-out picture of a training box would measure memory;
-2. a tiny random Qwen2.5-VL (1.7 M parameters) with a character-level tokenizer that keeps Qwen's special tokens;
+2. a tiny random Qwen2.5-VL (1.8 M parameters) with a character-level tokenizer that keeps Qwen's special tokens;
 3. a short supervised cold start on training boxes. GRPO needs it, because it can only reinforce what the policy
    already samples: from random weights it learns the format and then one constant box for every picture. The cold
-   start's labels are sloppy on purpose, each edge up to a cell off, as if drawn in a hurry: the policy learns to see
+   start's labels are sloppy on purpose, each edge mostly a cell off, as if drawn in a hurry: the policy learns to see
    where things are and stays unsure of the edges. That spread is what GRPO feeds on, and the exact reward mends it;
 4. `flags.txt`, the flags that grpo.py is then started with, one token a line: the same flags a user types.
 
@@ -185,7 +185,7 @@ def build_model(folder, seed, hidden=128, layers=4, depth=3):
 
 
 def sloppy(box, rng):
-    """The box with each edge a cell too low, a cell too high (two in five each) or right; still a box in the picture."""
+    """The box with each edge a cell too low, a cell too high (2 in 5 each) or right; still a box in the picture."""
     while True:
         x1, y1, x2, y2 = moved = [value + rng.choice([-CELL, -CELL, 0, CELL, CELL]) for value in box]
         if min(moved) >= 0 and max(moved) <= SIDE and x1 < x2 and y1 < y2:
