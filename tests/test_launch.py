@@ -1,8 +1,10 @@
 """launch.sh as a user starts it: quoting, ports, the printed command, exit status, signals, .venv.
 
-Every run here ends before training (the model folder does not exist), so that what is seen is launch.sh's work.
+Most runs here end before training (the model folder does not exist), so that what is seen is launch.sh's work; two
+train for two steps.
 """
 
+import json
 import os
 import shlex
 import shutil
@@ -12,7 +14,9 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
 ROOT = Path(__file__).resolve().parent.parent
 MISSING = '/no such folder/it\'s "here" $HOME'
@@ -177,3 +181,25 @@ def test_a_version_out_of_bounds_counts_as_missing(tmp_path):
     done = launch("pytest", cwd=tmp_path, script=tmp_path / "launch.sh", PIP_NO_INDEX="1")
     assert "has numpy " in done.stdout and "not numpy<1.0.1,>=1" in done.stdout
     assert done.returncode != 0 and "No matching distribution found for numpy" in done.stdout
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_training_under_zero_3(tmp_path, checkpoints, processes):
+    """The whole way as a user goes it: torchrun, gloo, ZeRO-3, metrics, checkpoint, curves and page."""
+    rng = np.random.default_rng(0)
+    folder = tmp_path / "my pictures"
+    folder.mkdir()
+    with open(folder / "a.jsonl", "w") as file:
+        for i in range(4):
+            Image.fromarray(rng.integers(0, 255, (56, 84, 3), dtype=np.uint8)).save(folder / f"{i}.png")
+            file.write(json.dumps({"image": f"{i}.png", "problem": f"box {i}", "solution": [1, 2, 30, 40]}) + "\n")
+    flags = "--bf16 false --num_generations 2 --per_device_train_batch_size 2 --max_completion_length 4 --max_steps 2"
+    words = ["--model_name_or_path", checkpoints["qwen2_5_vl"], "--data_file_paths", "my pictures/a.jsonl"]
+    words += ["--image_folders", "my pictures", "--output_dir", "my run", *flags.split()]
+    done = launch(*words, cwd=tmp_path, NPROC=processes)
+    assert done.returncode == 0, done.stdout
+    assert f"batch: {processes} ranks x 4 prompts x 2 completions" in done.stdout
+    lines = [json.loads(line) for line in (tmp_path / "my run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2] and all(np.isfinite(line["loss"]) for line in lines)
+    for name in ("checkpoint-2/model.safetensors", "completions.jsonl", "curves.png", "rollouts.html"):
+        assert (tmp_path / "my run" / name).stat().st_size > 0, name
