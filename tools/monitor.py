@@ -154,11 +154,8 @@ def draw_curves(training, evaluation, title, path):
             draw_lines(axis, training, series)
     for name, label, colour in ("eval/iou", "mean IoU", BLUE), ("eval/accuracy", "accuracy at IoU 0.5", ORANGE):
         values = column(evaluation, name)
+        label += f" {values[0]:.2f} → {values[-1]:.2f}" if values else ""
         axes[0, 2].plot(column(evaluation, "step"), values, "o-", color=colour, markersize=4, label=label)
-        for row, value in list(zip(evaluation, values, strict=True))[
-            :: max(1, len(values) - 1)
-        ]:  # the first and the last
-            axes[0, 2].annotate(f"{value:.2f}", (row["step"], value), (0, 6), textcoords="offset points", ha="center")
     if evaluation:
         axes[0, 2].legend(frameon=False, loc="lower right")
     axes[0, 2].set_ylim(0, 1.1)
