@@ -101,8 +101,8 @@ nproc=${NPROC:-$((gpus > 0 ? gpus : 1))}
 [[ $nproc =~ ^[1-9][0-9]*$ ]] || die "NPROC=$nproc is no number of processes"
 ((gpus == 0 || nproc <= gpus)) || die "NPROC=$nproc, but $gpus GPUs are visible: at most one process a GPU"
 settings=(env)
-if ((gpus == 0)); then # torchrun would leave each of several processes one thread
-  settings+=("DS_ACCELERATOR=${DS_ACCELERATOR:-cpu}" "OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > nproc ? cores / nproc : 1))}")
+if ((gpus == 0)); then # torchrun would leave each process one thread; threads that spin while they wait slow the others
+  settings+=("DS_ACCELERATOR=${DS_ACCELERATOR:-cpu}" "OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}" "OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > nproc ? cores / nproc : 1))}")
 fi
 nodes=${NNODES:-${SLURM_NNODES:-1}} node_rank=${NODE_RANK:-${SLURM_NODEID:-0}}
 address=${MASTER_ADDR:-} port=${MASTER_PORT:-}
