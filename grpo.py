@@ -914,7 +914,8 @@ def train(run, model, train_records, val_records):
 def main():
     """Parse, train, and leave the status where launch.sh finds it: 0, 2 for what the user can mend, 1 for the rest."""
     status, rank = 1, os.environ.get("RANK", "0")
-    warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)  # DeepSpeed's own calls
+    for said in ("`torch.distributed", "barrier"):  # of DeepSpeed's calls, which we cannot change
+        warnings.filterwarnings("ignore", message=said)
     transformers.utils.logging.disable_progress_bar()
     folder = output_folder(sys.argv[1:])
     try:

@@ -7,7 +7,7 @@ runs/w1/data.jsonl with 640x480 noise pictures and referring expressions, so tha
 
     bash launch.sh --model_name_or_path runs/w1/model --data_file_paths runs/w1/data.jsonl --image_folders runs/w1
 
-trains on them. Speed and memory do not depend on what the weights have learned. With the real tokenizer and the REC
+trains on them (with --reward_funcs bench/work.py:distinct, since random weights never answer in the right form). Speed and memory do not depend on what the weights have learned. With the real tokenizer and the REC
 prompt a record is some 470 tokens, and random weights practically never sample the end, so every completion runs to
 --max_completion_length.
 """
@@ -21,6 +21,11 @@ import torch
 from PIL import Image
 from transformers import AutoTokenizer, GenerationConfig, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+
+def distinct(prompts, completions, **columns):
+    """A reward that differs within a group whatever the policy writes: the share of distinct characters."""
+    return [len(set(text)) / max(1, len(text)) for text in completions]
 
 
 def config_3b():
