@@ -7,9 +7,9 @@ runs/w1/data.jsonl with 640x480 noise pictures and referring expressions, so tha
 
     bash launch.sh --model_name_or_path runs/w1/model --data_file_paths runs/w1/data.jsonl --image_folders runs/w1
 
-trains on them (with --reward_funcs bench/work.py:distinct, since random weights never answer in the right form). Speed and memory do not depend on what the weights have learned. With the real tokenizer and the REC
-prompt a record is some 470 tokens, and random weights practically never sample the end, so every completion runs to
---max_completion_length.
+trains on them, with --reward_funcs bench/work.py:distinct, since random weights never answer in the right form. Speed
+and memory do not depend on what the weights have learned. With the real tokenizer and the REC prompt a record is some
+470 tokens, and random weights practically never sample the end, so completions run to --max_completion_length.
 """
 
 import argparse
