@@ -1,35 +1,25 @@
 """Rewards: what a completion is worth, and the one parser that reads boxes out of answers.
 
-A reward function has the signature that TRL and VLM-R1 use,
-
-    fn(prompts, completions, **columns) -> list[float | None]
-
-with one entry per completion in every argument (`columns` are the fields of the records, repeated for
-each completion of a group). `None` says "no opinion". `--reward_funcs accuracy format` are the two below;
-`--reward_funcs path/to/file.py:function` takes your own, which is then called by keyword.
-
-Left out on purpose: rewards that call a model or a service (write a function), clipping and shaping of
-rewards, and everything that happens to them afterwards (advantages are in grpo.py).
+A reward function has the signature of TRL and VLM-R1, `fn(prompts, completions, **columns) -> list[float | None]`, with
+one entry a completion in every argument; columns are the records' fields, None says "no opinion". `--reward_funcs
+accuracy format` are the two below; `--reward_funcs path/to/file.py:function` takes your own, called by keyword.
+Left out: rewards that call a model or a service (write a function), clipping and shaping.
 """
 
-import importlib.util
+import json
 import math
 import re
 import reprlib
-import sys
-from pathlib import Path
-
-BOX_KEYS = ("bbox_2d", "bbox", "box")
+import runpy
 
 
 class RewardError(ValueError):
-    """A reward function that cannot be loaded, or that returned something which is no reward."""
+    """A reward function that cannot be loaded, that raised, or that returned something which is no reward."""
 
 
-# A completion is whatever a model sampled, so it is treated as hostile text. json.loads is not used: it recurses
-# (ten thousand brackets raise), refuses integers of over 4300 digits, takes NaN and, tried anew at every bracket,
-# needs time quadratic in the text. In these patterns no two neighbouring repeats can match the same character,
-# so a failed match has only one way back, and is linear.
+# A completion is whatever a model sampled: hostile text. json.loads recurses (ten thousand brackets raise), refuses
+# integers of over 4300 digits, takes NaN and, tried anew at every bracket, needs time quadratic in the text. In these
+# patterns no two neighbouring repeats match the same character, so a failed match has only one way back: linear.
 STRING = r'"[^"\\]*(?:\\.[^"\\]*)*"'
 NUMBER = r"[+-]?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?"
 FOUR_NUMBERS = re.compile(rf"\[\s*{NUMBER}\s*(?:,\s*{NUMBER}\s*){{3}}\]")
@@ -43,20 +33,16 @@ STEP = re.compile(
 def parse_box(text):
     """The first JSON box (x1, y1, x2, y2) in the one <answer> block of `text`, as floats, or None.
 
-    Without any answer tag the whole text is searched, so that a base model can be evaluated; several
-    blocks, or one that does not open or close, are None. A box is a list of exactly four finite numbers, by
-    itself or inside other lists, or under the key bbox_2d, bbox or box of an object; a list under any
-    other key is not one ({"size": [1, 2, 3, 4]}). Text around it, such as a code fence, does not matter.
-    The numbers are returned as written, in whatever frame the model answers (see `iou_reward`): nothing
-    is scaled, and x1 < x2 is not required. Never raises, and takes time linear in the text.
+    Without any answer tag the whole text is searched, so that a base model can be evaluated; several blocks, or one
+    that does not open or close, are None. A box is a list of exactly four finite numbers, by itself or inside other
+    lists, or under the key bbox_2d, bbox or box of an object, but no other key. The numbers are returned as written, in
+    the model's frame (see `iou_reward`); x1 < x2 is not required. Never raises, and takes time linear in the text.
     """
     opened, closed = text.count("<answer>"), text.count("</answer>")
     if opened == closed == 0:
         return _first_box(text)
     start, end = text.find("<answer>") + len("<answer>"), text.find("</answer>")
-    if opened != 1 or closed != 1 or end < start:
-        return None
-    return _first_box(text[start:end])
+    return _first_box(text[start:end]) if opened == closed == 1 and start <= end else None
 
 
 def _first_box(text):
@@ -90,25 +76,22 @@ def _first_box(text):
             continue
         values.append(float(number) if number else math.nan)  # NaN stands for what is no number: not finite
         if opened:
-            stack.append((opened, [], key[1:-1] in BOX_KEYS if key else may_be_box))
+            stack.append((opened, [], key[1:-1] in ("bbox_2d", "bbox", "box") if key else may_be_box))
 
 
 def iou_reward(prompts, completions, solution, image_size=None, model_size=None, **columns):
     """Intersection over union of the answered box and the true one, in [0, 1]; 0.0 without a box.
 
-    Two frames meet here. `solution` is in pixels of the original picture. The completion's numbers are in
-    the model's frame: Qwen2.5-VL answers in pixels of the resized picture that it saw (its grid times 14),
-    Qwen2-VL and Qwen3-VL on a scale of 0 to 1000. `model_size` is the (width, height) of that frame for each
-    completion, `image_size` the original's; x is scaled by width / width, y by height / height. Where
-    `model_size` is None the answer is taken to be in original pixels already.
+    `solution` is in pixels of the original picture; the completion's numbers are in the model's frame: Qwen2.5-VL
+    answers in pixels of the resized picture that it saw (its grid times 14), Qwen2-VL and Qwen3-VL on a scale of 0 to
+    1000. `model_size` is that frame's (width, height) for each completion, `image_size` the original's: x is scaled by
+    width / width, y by height / height. Where `model_size` is None the answer is in original pixels already.
 
-    Boxes are continuous (x2 - x1 is the width, no + 1), and one with x2 <= x1 or y2 <= y1 scores 0.0. A
-    solution is a list, its JSON text, or that text inside answer tags. Raises ValueError for a solution
-    that holds no box: that is a fault in the data, not a bad answer.
+    Boxes are continuous (x2 - x1 is the width, no + 1); x2 <= x1 or y2 <= y1 scores 0.0. A solution is a JSON value
+    with a box, or its text, also in answer tags; one without is a fault in the data, no bad answer: ValueError.
     """
-    count = len(completions)
-    image_sizes = [None] * count if image_size is None else image_size
-    model_sizes = [None] * count if model_size is None else model_size
+    image_sizes = [None] * len(completions) if image_size is None else image_size
+    model_sizes = [None] * len(completions) if model_size is None else model_size
     rewards = []
     for completion, truth, original, frame in zip(completions, solution, image_sizes, model_sizes, strict=True):
         truth = _true_box(truth)
@@ -123,19 +106,14 @@ def iou_reward(prompts, completions, solution, image_size=None, model_size=None,
 
 
 def format_reward(prompts, completions, **columns):
-    """1.0 for one <think> block, then one non-empty <answer> block, and white space only around them; else 0.0.
-
-    It looks at no box, so it serves every task. An answer of white space counts as empty.
-    """
-    return [float(_has_format(completion_text(completion))) for completion in completions]
-
-
-def _has_format(text):
-    # One of each tag, counted first, leaves the pattern a single place to match: linear, and no nesting.
-    if any(text.count(tag) != 1 for tag in ("<think>", "</think>", "<answer>", "</answer>")):
-        return False
-    blocks = re.fullmatch(r"\s*<think>.*</think>\s*<answer>(.*)</answer>\s*", text, re.DOTALL)
-    return blocks is not None and blocks[1].strip() != ""
+    """1.0 for one <think> block, then one <answer> block with more than white space, and only that around; else 0.0."""
+    rewards = []
+    for text in map(completion_text, completions):
+        # One of each tag, counted first, leaves the pattern a single place to match: linear, and no nesting.
+        once = all(text.count(tag) == 1 for tag in ("<think>", "</think>", "<answer>", "</answer>"))
+        blocks = once and re.fullmatch(r"\s*<think>.*</think>\s*<answer>(.*)</answer>\s*", text, re.DOTALL)
+        rewards.append(1.0 if blocks and blocks[1].strip() else 0.0)
+    return rewards
 
 
 def completion_text(completion):
@@ -144,8 +122,9 @@ def completion_text(completion):
 
 
 def _true_box(solution):
-    box = parse_box(solution) if isinstance(solution, str) else tuple(float(v) for v in solution)
-    if box is None or len(box) != 4 or not all(map(math.isfinite, box)):
+    text = solution if isinstance(solution, str) else json.dumps(solution, default=lambda array: array.tolist())
+    box = parse_box(text)
+    if box is None:
         raise ValueError(f"solution {reprlib.repr(solution)} is no box: it must be a list of four numbers or its JSON")
     return box
 
@@ -164,38 +143,27 @@ BUILT_IN = {"accuracy": iou_reward, "format": format_reward}
 
 
 def load_reward(spec):
-    """(name, function) for "accuracy", "format" or "path/to/file.py:function". Raises RewardError with the cure.
-
-    The file is run as Python with this process's rights, as any script that you start is.
-    """
+    """(name, function) for "accuracy", "format" or "path/to/file.py:function", whose file is run; or RewardError."""
     if spec in BUILT_IN:
         return spec, BUILT_IN[spec]
     path, _, name = spec.rpartition(":")
     if not path.endswith(".py") or not name:
         raise RewardError(f"reward function {spec!r} is none of {', '.join(BUILT_IN)}, nor path/to/file.py:function")
-    if not Path(path).is_file():
-        raise RewardError(f"reward function {spec!r}: there is no file {Path(path).absolute()}")
-    module_spec = importlib.util.spec_from_file_location(f"reward_{Path(path).stem}", path)
-    module = importlib.util.module_from_spec(module_spec)
-    sys.modules[module_spec.name] = module  # dataclasses look their module up there
     try:
-        module_spec.loader.exec_module(module)
-    except Exception as error:
-        raise RewardError(f"reward function {spec!r}: importing {path} raised {error!r}") from error
-    function = getattr(module, name, None)
+        found = runpy.run_path(path)
+    except Exception as error:  # whatever a user's file raises, FileNotFoundError among it
+        raise RewardError(f"reward function {spec!r}: running {path} raised {error!r}; correct it") from error
+    function = found.get(name)
     if not callable(function):
-        names = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
-        raise RewardError(
-            f"reward function {spec!r}: {path} has no function {name}; it has {', '.join(names) or 'none'}"
-        )
+        names = ", ".join(key for key, value in found.items() if callable(value) and not key.startswith("_"))
+        raise RewardError(f"reward function {spec!r}: no function {name} in it, but {names or 'none'}")
     return name, function
 
 
 def score(reward_funcs, prompts, completions, columns):
     """Call every (name, function) of `reward_funcs` on all completions: {name: list[float | None]}.
 
-    Raises RewardError, naming the function and the completion, where a function raises or returns
-    another length than len(completions) or anything but finite numbers and None.
+    Raises RewardError, naming function and completion, where one raises or does not return finite numbers or None.
     """
     scores = {}
     for name, function in reward_funcs:
@@ -207,32 +175,22 @@ def score(reward_funcs, prompts, completions, columns):
             culprit = _first_raising(function, prompts, completions, columns)
             raise RewardError(f"reward function {name} raised {error!r} for {culprit}") from error
         values = values.tolist() if hasattr(values, "tolist") else values  # numpy and torch
-        if isinstance(values, (str, bytes, dict)) or not hasattr(values, "__len__"):
-            raise RewardError(
-                f"reward function {name} returned {reprlib.repr(values)} ({type(values).__name__}): "
-                "it must return a list with one number a completion"
-            )
-        if len(values) != len(completions):
-            raise RewardError(
-                f"reward function {name} returned {len(values)} values for {len(completions)} completions"
-            )
+        if not isinstance(values, (list, tuple)) or len(values) != len(completions):
+            returned = f"{type(values).__name__} {reprlib.repr(values)} for {len(completions)} completions"
+            raise RewardError(f"reward function {name} returned {returned}: give a list, one number or None for each")
         scores[name] = [_number(name, index, value) for index, value in enumerate(values)]
     return scores
 
 
 def _number(name, index, value):
-    if value is None:
-        return None
     try:
-        number = math.nan if isinstance(value, (str, bytes)) else float(value)  # bool, numpy and torch scalars too
+        finite = value is None or math.isfinite(value)  # bool, numpy and torch scalars are fine
     except (TypeError, ValueError, OverflowError, RuntimeError):
-        number = math.nan
-    if not math.isfinite(number):
-        raise RewardError(
-            f"reward function {name} returned {reprlib.repr(value)} ({type(value).__name__}) for completion {index}: "
-            "it must be a finite number, or None for no opinion"
-        )
-    return number
+        finite = False
+    if not finite:
+        returned = f"{reprlib.repr(value)} ({type(value).__name__}) for completion {index}"
+        raise RewardError(f"reward function {name} returned {returned}: give a finite number, or None for no opinion")
+    return None if value is None else float(value)
 
 
 def _first_raising(function, prompts, completions, columns):
@@ -247,10 +205,7 @@ def _first_raising(function, prompts, completions, columns):
 
 
 def total(scores, weights):
-    """Weighted sum over functions, one float a completion; NaN where every function said None.
-
-    `scores` is what `score` returned, `weights` one number a function in the same order. A None adds nothing.
-    """
+    """Weighted sum over the functions of `score`, in order, a float a completion; None adds nothing, NaN if all are."""
     if len(weights) != len(scores):
         raise RewardError(f"{len(weights)} reward weights for {len(scores)} reward functions ({', '.join(scores)})")
     totals = []

@@ -103,7 +103,7 @@ def first_box(value, may_be_box=True):
     return next((box for box in found if box), None)
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.lists(trees, max_size=5) | st.dictionaries(st.text(max_size=8), trees, max_size=4), st.booleans())
 def test_any_json_value_gives_the_box_that_its_definition_gives(value, ascii_only):
     text = json.dumps(value, ensure_ascii=ascii_only, indent=1 if ascii_only else None)
@@ -115,7 +115,7 @@ PIECES = ["[", "]", "{", "}", '"', "\\", ",", ":", "1", "-2.5e3", "e9", " ", "\n
 PIECES += ["<answer>", "</answer>", "<think>", "</think>", "null", "NaN", "\ud800", "٣", "\x00", "1e999"]
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=200, deadline=None, derandomize=True)
 @given(st.lists(st.sampled_from(PIECES), max_size=60).map("".join) | st.text(st.characters(), max_size=60))
 def test_no_text_raises(text):
     box = parse_box(text)
@@ -130,17 +130,15 @@ HOSTILE += ["[\ud800", "[٣,", "[" + " " * 300, "[" + "1" * 300, "[-", "[0.0", "
 
 
 @pytest.mark.parametrize("piece", HOSTILE)
-@pytest.mark.parametrize("prefix, suffix", [("", ""), ('["', "]")])
-def test_hostile_text_of_100_kB_takes_linear_time(piece, prefix, suffix):
-    """Quadratic code needs minutes here; the bound is loose because a busy machine is no failure. The list at the end,
-    under a key that holds no box, makes sure that the text is walked: without four numbers it would not be."""
-    for tail in ("", '{"size":[1,2,3,4]}'):
-        text = prefix + piece * (100_000 // len(piece)) + tail + suffix
-        start = time.perf_counter()
+def test_hostile_text_takes_linear_time(piece):
+    """Quadratic code needs seconds for the 50 kB here. The list at the end, under a key that holds no box, makes sure
+    that the text is walked: without four numbers it would not be."""
+    for prefix in ("", "[", '["'):
+        text = prefix + piece * (50_000 // len(piece)) + 'x{"size":[1,2,3,4]}'
+        start = time.process_time()  # of this process: a busy machine is no failure
         box = parse_box(text)
         format_reward([""], [text])
-        iou_reward([""], [text], [[0, 0, 5, 5]])
-        assert time.perf_counter() - start < 3.0
+        assert time.process_time() - start < 1.0
         assert box in (None, (1.0, 2.0, 3.0, 4.0))
 
 
@@ -225,12 +223,19 @@ def test_boxes_are_mapped_from_the_models_frame_to_original_pixels():
 def test_solutions_and_completions_in_every_accepted_form():
     solutions = [[0, 0, 2, 2], (0.0, 0.0, 2.0, 2.0), np.array([0, 0, 2, 2]), "[0, 0, 2, 2]"]
     solutions += ["<answer> [0, 0, 2, 2] </answer>", '<answer>{"bbox_2d": [0, 0, 2, 2]}</answer>']
+    solutions += [
+        [{"bbox_2d": [0, 0, 2, 2], "label": "x"}],
+        {"bbox": [0, 0, 2, 2]},
+        [np.int64(0), 0, 2, torch.tensor(2)],
+    ]
     for completion in ("[0, 0, 2, 1]", [{"role": "assistant", "content": "[0, 0, 2, 1]"}]):
         n = len(solutions)
         assert iou_reward(["q"] * n, [completion] * n, solutions, label=["x"] * n) == [0.5] * n
 
 
-@pytest.mark.parametrize("solution", ["no box", [1, 2, 3], [1, 2, 3, math.nan], "<answer>[1,2,3,4]"])
+@pytest.mark.parametrize(
+    "solution", ["no box", [1, 2, 3], [1, 2, 3, math.nan], "<answer>[1,2,3,4]", None, 7, [{"size": [1, 2, 3, 4]}]]
+)
 def test_a_solution_without_a_box_is_an_error_not_a_zero(solution):
     with pytest.raises(ValueError, match="solution .* is no box"):
         iou_reward([""], ["[1, 2, 3, 4]"], [solution])
@@ -256,17 +261,17 @@ def test_load_reward(tmp_path):
     name, function = load_reward(f"{path}:short")
     assert name == "short"
     assert score([(name, function)], ["q"] * 2, ["ab", "abc"], {"solution": [1, 2]}) == {"short": [1.0, 0.0]}
-    with pytest.raises(RewardError, match="no function long; it has short"):
+    with pytest.raises(RewardError, match="no function long in it, but short"):
         load_reward(f"{path}:long")
     with pytest.raises(RewardError, match="no function LIMIT"):
         load_reward(f"{path}:LIMIT")
-    with pytest.raises(RewardError, match="there is no file .*absent.py"):
+    with pytest.raises(RewardError, match="absent.py.*FileNotFoundError"):
         load_reward(f"{tmp_path}/absent.py:short")
     for spec in ("accurcy", "file.py", "file.py:", "", "file.txt:f"):
         with pytest.raises(RewardError, match="none of accuracy, format, nor path/to/file.py:function"):
             load_reward(spec)
     path.write_text("import does_not_exist_anywhere\n")
-    with pytest.raises(RewardError, match="importing .*does_not_exist_anywhere"):
+    with pytest.raises(RewardError, match="running .*does_not_exist_anywhere"):
         load_reward(f"{path}:short")
 
 
@@ -314,12 +319,12 @@ def test_score_names_function_completion_and_type_of_what_is_no_number(value, ki
 
 @pytest.mark.parametrize("values", [None, 1.0, "abc", {0: 1, 1: 1, 2: 1}, torch.tensor(1.0)])
 def test_score_wants_a_list(values):
-    with pytest.raises(RewardError, match="function mine returned .*must return a list"):
+    with pytest.raises(RewardError, match="function mine returned .*give a list"):
         call(lambda prompts, completions, x: values)
 
 
 def test_score_names_wrong_lengths_raises_and_name_clashes():
-    with pytest.raises(RewardError, match="mine returned 2 values for 3 completions"):
+    with pytest.raises(RewardError, match=r"mine returned list \[1.0, 2.0\] for 3 completions"):
         call(lambda prompts, completions, x: [1.0, 2.0])
     with pytest.raises(RewardError, match="mine raised ZeroDivisionError.* for completion 0: 'c0'"):
         call(lambda prompts, completions, x: [1 / value for value in x])
