@@ -55,7 +55,7 @@ MAX_PICTURE_BYTES = 1 << 28
 MAX_ASPECT = 200  # Qwen2-VL's image processor refuses more
 MIN_SIDE = 28  # one merged patch of 2 x 14 pixels
 MAX_PLACED = 1 << 16  # stored pictures whose place is remembered while packing, to store a repeated one once
-FORMATS = ("BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")  # not EPS, which PIL has Ghostscript run
+FORMATS = "AVIF BMP GIF JPEG JPEG2000 PNG PPM TGA TIFF WEBP".split()  # not EPS, which PIL has Ghostscript run
 QUESTION_TEMPLATE = (  # VLM-R1's wording for referring expressions
     "{Question} First output the thinking process in <think> </think> tags and then output the final answer in "
     "<answer> </answer> tags. Output the final answer in JSON format."
@@ -213,6 +213,8 @@ def pack(sources, output, fingerprint=bytes(32)):
     try:
         with open(temporary, "wb") as out:
             summary = _write(sources, out, fingerprint)
+            out.flush()
+            os.fsync(out.fileno())  # before the rename, or a power cut could leave the name without the bytes
         os.replace(temporary, output)
     except OSError as error:
         raise DataError(f"packing {output}: {error}; check space and permissions, or give another --output") from error

@@ -245,7 +245,7 @@ def grpo_flags(output, seed, processes):
         "max_completion_length": 24,
         "learning_rate": 2e-4,
         "lr_scheduler_type": "constant",
-        "max_steps": 350,
+        "max_steps": 300,
         "eval_steps": 50,
         "seed": seed,
     }
