@@ -47,152 +47,346 @@ import rollout
 HERE = os.path.dirname(os.path.abspath(__file__))
 
 
-# --- Flags -------------------------------------------------------------------------------------------------------
+# --- The run -------------------------------------------------------------------------------------------------------
+
+
+def start(args):
+    """Processes, model and data: returns (run, model, training records, held-out records)."""
+    rank, world, device = start_processes(args)
+    os.makedirs(args.output_dir, exist_ok=True)
+    model, processor = load_policy(args, device)
+    name, reason = model.attention_choice
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    tell(f"policy: {args.model_name_or_path}, {parameters / 1e6:,.1f} M parameters, {args.torch_dtype}, {device.type}")
+    tell(f"attention: {name} ({reason})")
+    tokenizer = processor.tokenizer
+    eos = modeling.eos_token_ids(model, tokenizer)
+    pad = eos[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    run = Run(args, rank, world, device, processor, eos, pad)
+    run.reward_funcs = [rewards.load_reward(spec) for spec in args.reward_funcs]
+    options = {"question_template": args.question_template, "max_prompt_length": args.max_prompt_length}
+    run.encode = functools.partial(data.encode_prompt, processor=processor, **options)
+    # Rank 0 packs the sources and looks for checkpoints: one decision for all. The others wait, which for a large set
+    # takes longer than any step may, hence a group with a patience of its own.
+    found = [None, None]
+    if rank == 0:
+        sources = data.parse_sources(args.data_file_paths, args.image_folders, args.dataset_name, args.image_root)
+        found[0] = os.path.abspath(data.ensure_packed(sources, args.output_dir))
+        found[1] = None if args.eval_only else checkpoint_to_resume(args)
+    patient = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=1))
+    dist.broadcast_object_list(found, src=0, group=patient)
+    run.packed, run.resumed = found
+    run.dataset = data.PackedDataset(run.packed)
+    train_records, val_records = data.train_val_split(run.dataset, args.val_split_ratio, args.data_seed)
+    tell(f"data: {len(train_records)} records to train on, {len(val_records)} held out, in {run.packed}")
+    return run, model, train_records, val_records
+
+
+def train(run, model, train_records, val_records):
+    """The algorithm. Each phase is followed by what is true then."""
+    args, B, G, W = run.args, prompts_per_rank(run.args), run.args.num_generations, run.world
+    if not len(train_records):
+        raise ValueError("no records to train on: lower --val_split_ratio, or add a source without `split: val`")
+    if args.eval_steps and not len(val_records):
+        raise ValueError(
+            f"--eval_steps {args.eval_steps}: nothing is held out; give --val_split_ratio, or `split: val`"
+        )
+    per_epoch = len(train_records) / (W * B)
+    run.total = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * per_epoch)
+    tell(f"batch: {W} ranks x {B} prompts x {G} completions = {W * B * G} completions of {W * B} prompts a step")
+    tell(f"{run.total} steps x {args.num_iterations} updates, {run.total / per_epoch:.2f} epochs; {args.output_dir}")
+    run.engine = start_engine(args, model, W, run.device)
+    if args.beta > 0:
+        run.reference = start_engine(args, load_policy(args, run.device)[0], W, run.device, trained=False)
+    if run.resumed:
+        load_checkpoint(run, run.resumed)
+    log = Log(run)
+
+    def evaluation():
+        with modeling.gathered(run.engine) as whole:
+            metrics, lines = evaluate(run, whole, val_records)
+        log(metrics, lines)
+        shown = ", ".join(f"{name[5:]} {value:.3f}" for name, value in metrics.items() if isinstance(value, float))
+        tell(f"step {run.step}: held out: {shown}")
+
+    if len(val_records) and run.step == 0:
+        evaluation()
+    loader = data.prompt_loader(
+        run.dataset, train_records, run.encode, args.data_seed, run.step, run.total, B, run.rank, W, args.num_workers
+    )
+    bar = tqdm(total=run.total, initial=run.step, disable=run.rank != 0, dynamic_ncols=True, unit="step")
+    times, began = {}, time.perf_counter()
+
+    def lap(name):
+        """Give the time since the last lap to a phase. On a GPU its work is waited for, so the seconds are its own."""
+        nonlocal began
+        if run.device.type == "cuda":
+            torch.cuda.synchronize()
+        began, times[name] = time.perf_counter(), time.perf_counter() - began
+
+    for prompts in loader:
+        seed_everything(args.seed, run.step, run.rank)
+        lap("wait_data")
+        # B prompts with their pictures are here, B others on every other rank.
+
+        batch = sample_phase(run, prompts)
+        lap("rollout")
+        # Each prompt has G completions, drawn from the policy as it is now.
+
+        score_phase(run, batch)
+        lap("reward")
+        # Each completion has a reward, or NaN where no function had an opinion.
+
+        everyone = compare_phase(run, batch)
+        lap("compare")
+        # Each completion has an advantage over its group, and every rank knows the step's sizes.
+
+        learned = update_phase(run, batch, everyone)
+        lap("update")
+        # The policy has moved, so these completions are no longer its own: they are thrown away.
+
+        run.step += 1
+        run.num_tokens += sum(G * sum(rank["prompts"]) + sum(rank["lengths"]) for rank in everyone)
+        metrics = step_metrics(run, everyone, learned, times) | {"epoch": run.step / per_epoch}
+        shown = {"reward": metrics["reward"], "IoU": metrics.get("rewards/accuracy/mean")}
+        bar.set_postfix({name: f"{value:.3f}" for name, value in shown.items() if value is not None}, refresh=False)
+        bar.update()
+        last = run.step == run.total
+        if last or run.step % args.logging_steps == 0:
+            log(metrics, batch_lines(run, batch) if args.log_completions else ())
+        if len(val_records) and (last or args.eval_steps and run.step % args.eval_steps == 0):
+            evaluation()
+        if last or run.step % args.save_steps == 0:
+            save_checkpoint(run)
+        began = time.perf_counter()
+    bar.close()
+
+
+# --- The phases of a step ------------------------------------------------------------------------------------------
 
 
 @dataclass
-class Arguments:
-    """Every flag, with VLM-R1's and TRL's names and meanings. `bash launch.sh --help` prints this list."""
+class Run:
+    """What the phases need. While training only step and num_tokens change."""
 
-    # model
-    model_name_or_path: str = field(metadata={"help": "checkpoint folder or hub name: Qwen2-VL, Qwen2.5-VL, Qwen3-VL"})
-    torch_dtype: str = field(default="auto", metadata={"help": "bfloat16 or float32; auto: as --bf16 says"})
-    bf16: bool = field(default=True, metadata={"help": "train in bfloat16 with float32 master weights"})
-    attn_implementation: str = field(default="auto", metadata={"help": "auto, flash_attention_2, sdpa or eager"})
-    freeze_vision_modules: bool = field(default=False, metadata={"help": "train the language model alone"})
-    gradient_checkpointing: bool = field(default=True, metadata={"help": "recompute activations: less memory, slower"})
-    gradient_checkpointing_kwargs: str | None = field(default=None, metadata={"help": "'{\"use_reentrant\": false}'"})
-    min_pixels: int | None = field(default=None, metadata={"help": "smaller pictures are enlarged to this area"})
-    max_pixels: int | None = field(default=None, metadata={"help": "larger pictures are shrunk to this area"})
-    # data
-    data_file_paths: str | None = field(default=None, metadata={"help": "jsonl or json files, joined by ':'"})
-    image_folders: str | None = field(default=None, metadata={"help": "one folder a data file, joined by ':'"})
-    dataset_name: str | None = field(default=None, metadata={"help": "a yaml of datasets (rec.yaml) instead"})
-    image_root: str | None = field(default=None, metadata={"help": "image folder of --dataset_name"})
-    question_template: str = field(default=data.QUESTION_TEMPLATE, metadata={"help": "must hold {Question}"})
-    val_split_ratio: float = field(default=0.0, metadata={"help": "share of the records held out for evaluation"})
-    num_workers: int = field(default=-1, metadata={"help": "data workers a rank; -1: two, at most the cores there are"})
-    # algorithm
-    num_generations: int = field(default=8, metadata={"help": "G, completions a prompt"})
-    max_completion_length: int = field(default=256, metadata={"help": "tokens"})
-    max_prompt_length: int | None = field(default=None, metadata={"help": "tokens, pictures included; longer: error"})
-    temperature: float = field(default=1.0, metadata={"help": "of sampling, and of the policy that is trained"})
-    reward_funcs: list[str] = field(
-        default_factory=lambda: ["accuracy", "format"], metadata={"help": "accuracy, format, file.py:function"}
-    )
-    reward_weights: list[float] | None = field(default=None, metadata={"help": "one a reward function; default 1"})
-    beta: float = field(default=0.0, metadata={"help": "KL coefficient; above 0 a frozen reference is kept"})
-    epsilon: float = field(default=0.2, metadata={"help": "clip range of the ratio"})
-    epsilon_high: float | None = field(default=None, metadata={"help": "upper clip range; cispo: the bound itself"})
-    delta: float | None = field(default=None, metadata={"help": "two-sided clipping: upper bound of the ratio"})
-    num_iterations: int = field(default=1, metadata={"help": "mu, updates a rollout"})
-    loss_type: str = field(default="grpo", metadata={"help": "grpo, dr_grpo, dapo or cispo"})
-    importance_sampling_level: str = field(default="token", metadata={"help": "token, or sequence (GSPO)"})
-    scale_rewards: str = field(default="group", metadata={"help": "group, batch or none (true, false: group, none)"})
-    mask_truncated_completions: bool = field(default=False, metadata={"help": "no loss on completions cut short"})
-    # batch and optimizer
-    per_device_train_batch_size: int = field(default=8, metadata={"help": "completions a GPU, with the next flag"})
-    gradient_accumulation_steps: str = field(default="auto", metadata={"help": "a number, or auto: whole groups"})
-    max_tokens_per_forward: int = field(default=16384, metadata={"help": "how a step is cut; never changes the result"})
-    learning_rate: float = field(default=1e-6, metadata={"help": "peak"})
-    lr_scheduler_type: str = field(default="linear", metadata={"help": "linear, cosine, constant(_with_warmup)"})
-    warmup_ratio: float = field(default=0.0, metadata={"help": "share of the steps"})
-    weight_decay: float = field(default=0.0, metadata={"help": "AdamW's"})
-    max_grad_norm: float = field(default=1.0, metadata={"help": "gradients are clipped to this norm"})
-    num_train_epochs: float = field(default=1.0, metadata={"help": "ignored when --max_steps is given"})
-    max_steps: int = field(default=-1, metadata={"help": "rollouts; -1: as many as the epochs hold"})
-    seed: int = field(default=42, metadata={"help": "of sampling"})
-    data_seed: int | None = field(default=None, metadata={"help": "of the records' order; default --seed"})
-    # machine
-    deepspeed: str = field(default=os.path.join(HERE, "ds_zero3.json"), metadata={"help": "DeepSpeed's JSON"})
-    zero_stage: int | None = field(default=None, metadata={"help": "0-3, overrides the JSON's"})
-    stall_timeout: int = field(default=600, metadata={"help": "seconds that a rank waits for another"})
-    # output
-    output_dir: str | None = field(default=None, metadata={"help": "default runs/<run_name>"})
-    run_name: str = field(default="grpo", metadata={"help": "names the output folder"})
-    report_to: str = field(default="none", metadata={"help": "none or wandb, beside metrics.jsonl"})
-    logging_steps: int = field(default=1, metadata={"help": "a line of metrics.jsonl every this many steps"})
-    log_completions: bool = field(default=True, metadata={"help": "write completions.jsonl on those steps"})
-    save_steps: int = field(default=500, metadata={"help": "a checkpoint every this many steps, and at the end"})
-    save_total_limit: int | None = field(default=None, metadata={"help": "keep the newest this many checkpoints"})
-    save_only_model: bool = field(default=False, metadata={"help": "weights alone: small, and cannot be resumed"})
-    resume_from_checkpoint: str | None = field(default=None, metadata={"help": "true (the newest), or a folder"})
-    eval_steps: int = field(default=0, metadata={"help": "evaluate every this many steps; 0: first and last only"})
-    eval_only: bool = field(default=False, metadata={"help": "evaluate the model and stop"})
-
-    def __post_init__(self):
-        self.output_dir = self.output_dir or os.path.join("runs", self.run_name)
-        self.data_seed = self.seed if self.data_seed is None else self.data_seed
-        if self.torch_dtype == "auto":
-            self.torch_dtype = "bfloat16" if self.bf16 else "float32"
-        self.scale_rewards = {"true": "group", "false": "none"}.get(self.scale_rewards.lower(), self.scale_rewards)
-        self.reward_weights = self.reward_weights or [1.0] * len(self.reward_funcs)
-        check_arguments(self)
+    args: Arguments
+    rank: int
+    world: int
+    device: torch.device
+    processor: modeling.Processor
+    eos: list  # ids that end a completion
+    pad: int
+    packed: str | None = None  # the records' file, and its reader
+    dataset: data.PackedDataset | None = None
+    encode: object = None  # record -> prompt
+    reward_funcs: list = field(default_factory=list)  # (name, function)
+    resumed: str | None = None  # the checkpoint to go on from
+    engine: object = None  # DeepSpeed's: engine.module is the Policy, engine.module.model transformers' model in it
+    reference: object = None
+    step: int = 0
+    total: int = 0
+    num_tokens: int = 0
 
 
-MINIMUM = {"num_generations": 2, "max_completion_length": 1, "num_iterations": 1, "per_device_train_batch_size": 1}
-MINIMUM |= {"max_tokens_per_forward": 1, "logging_steps": 1, "save_steps": 1, "stall_timeout": 1, "eval_steps": 0}
-MINIMUM |= {"beta": 0, "epsilon": 0, "learning_rate": 0, "weight_decay": 0, "max_grad_norm": 0, "warmup_ratio": 0}
-CHOICES = {
-    "loss_type": ("grpo", "dr_grpo", "dapo", "cispo"),
-    "importance_sampling_level": ("token", "sequence"),
-    "scale_rewards": ("group", "batch", "none"),
-    "lr_scheduler_type": ("linear", "cosine", "constant", "constant_with_warmup"),
-    "report_to": ("none", "wandb"),
-    "torch_dtype": ("bfloat16", "float32"),
-    "zero_stage": (None, 0, 1, 2, 3),
-}
+def seed_everything(seed, step, rank):
+    """All randomness of a step is a function of (seed, step, rank): a resumed run repeats an undisturbed one."""
+    number = int(np.random.SeedSequence([seed, step, rank]).generate_state(1)[0])
+    torch.manual_seed(number)
+    np.random.seed(number)
+    random.seed(number)
 
 
-def check_arguments(args):
-    """Raise ValueError for a flag that cannot be obeyed, naming it, its value and what would do."""
+# What the phases hand on is one dict, the batch of this rank's B prompts and N = B*G completions:
+#   prompts                     list of B dicts: data.encode_prompt's, and position_ids (3, P)
+#   tokens, sampler_logps       (N, R), from the sampler, padded behind each completion's end
+#   mask, advantages            (N, R) of bool: tokens in the loss; (N,)
+#   lengths, truncated          a completion: its tokens; was it cut at max_completion_length
+#   texts, scores, rewards      a completion: its text; {function: its number or None}; their weighted sum or NaN
+#   trained, cuts               a completion: its tokens in the loss; the rows of this rank, see cut_rows
 
-    def need(holds, name, cure):
-        if not holds:
-            raise ValueError(f"--{name} {getattr(args, name)}: {cure}")
 
-    for name, least in MINIMUM.items():
-        need(getattr(args, name) >= least, name, f"must be at least {least}")
-    for name, choices in CHOICES.items():
-        need(getattr(args, name) in choices, name, f"use one of {', '.join(str(c) for c in choices if c is not None)}")
-    need(args.temperature > 0, "temperature", "must be above 0: equal completions have nothing to compare")
-    need(0 <= args.val_split_ratio < 1, "val_split_ratio", "must be at least 0 and below 1")
-    need(args.warmup_ratio <= 1, "warmup_ratio", "must be at most 1")
-    need(
-        args.loss_type != "cispo" or args.epsilon_high,
+def sample_phase(run, prompts):
+    """Phase 1: G completions of each of this rank's B prompts. Returns the step's batch, N = B*G completions."""
+    args = run.args
+    with modeling.gathered(run.engine) as model:
+        prompts = [prompt | {"position_ids": modeling.prompt_positions(model, prompt)} for prompt in prompts]
+        limits = args.num_generations, args.max_completion_length, args.temperature
+        tokens, logps = rollout.sample(model, prompts, *limits, run.eos, run.pad)  # (N, R)
+    mask = completion_mask(tokens, run.eos)
+    ended = torch.isin(tokens, torch.tensor(run.eos, device=tokens.device)).any(1)
+    batch = {"prompts": prompts, "tokens": tokens, "sampler_logps": logps, "mask": mask}
+    return batch | {"lengths": mask.sum(1).tolist(), "truncated": (~ended).tolist()}  # waits for the GPU
+
+
+def decode_texts(run, tokens, lengths):
+    rows = [row[:length] for row, length in zip(tokens.tolist(), lengths, strict=True)]
+    return run.processor.tokenizer.batch_decode(rows, skip_special_tokens=True)
+
+
+def score(run, prompts, texts):
+    """Every reward function on every completion: {name: one number or None a completion}. The functions get the
+    records' own fields as columns, a field that a record lacks being None."""
+    copies = len(texts) // len(prompts)
+    records = [prompt["columns"] for prompt in prompts for _ in range(copies)]
+    names = {name for record in records for name in record} - {"prompts", "completions"}
+    columns = {name: [record.get(name) for record in records] for name in sorted(names)}
+    return rewards.score(run.reward_funcs, columns["problem"], texts, columns)
+
+
+def score_phase(run, batch):
+    """Phase 2: the completions' texts, every function's scores, and their weighted sum, the reward."""
+    batch["texts"] = decode_texts(run, batch["tokens"], batch["lengths"])
+    batch["scores"] = score(run, batch["prompts"], batch["texts"])
+    batch["rewards"] = rewards.total(batch["scores"], run.args.reward_weights)
+
+
+def compare_phase(run, batch):
+    """Phase 3: rewards become advantages within each group. The ranks exchange rewards, lengths and row counts, which
+    "batch" scaling, the update's denominators and the metrics need of the whole step; returns every rank's."""
+    args, G = run.args, run.args.num_generations
+    if args.mask_truncated_completions:  # they still count as sequences and in their group's mean
+        batch["mask"] = batch["mask"] & ~torch.tensor(batch["truncated"], device=run.device)[:, None]
+    batch["trained"] = batch["mask"].sum(1).tolist()  # tokens of each completion in the loss; waits for the GPU
+    prompt_lengths = [len(prompt["input_ids"]) for prompt in batch["prompts"]]
+    batch["cuts"] = cut_rows(prompt_lengths, batch["trained"], args.max_tokens_per_forward)
+    mine = {name: batch[name] for name in ("rewards", "scores", "lengths", "truncated", "trained")}
+    mine |= {"prompts": prompt_lengths, "rows": len(batch["cuts"])}
+    mine["unparsed"] = [rewards.parse_box(text) is None for text in batch["texts"]]
+    everyone = [None] * run.world
+    dist.all_gather_object(everyone, mine)
+    table = torch.tensor([rank["rewards"] for rank in everyone]).view(-1, G)  # (world * B, G)
+    advantages = group_advantages(table, args.scale_rewards).view(run.world, -1)[run.rank]  # (N,)
+    batch["advantages"] = advantages.to(run.device)
+    return everyone
+
+
+def build_rows(run, batch, count):
+    """This rank's packed rows, `count` of them as on every rank: (row, batch index of each of its completions).
+
+    Index N stands for the blank group, which is no completion of the step (see modeling.blank_group): it fills the
+    rows that this rank lacks, and gives a picture to a row without one where other ranks' rows may hold some.
+    """
+    tokens, rows = batch["tokens"].cpu(), []
+    for cut in batch["cuts"] + [[]] * (count - len(batch["cuts"])):
+        groups = [(batch["prompts"][b], [tokens[i, : batch["trained"][i]] for i in part]) for b, part in cut]
+        members = [i for _, part in cut for i in part]
+        if not any(prompt["pixel_values"] is not None for prompt, _ in groups) and (run.world > 1 or not groups):
+            groups.append(modeling.blank_group(run.engine.module.model))
+            members.append(len(tokens))
+        rows.append((modeling.build_row(groups, run.device), torch.tensor(members, device=run.device)))
+    return rows
+
+
+def update_phase(run, batch, everyone):
+    """Phase 4: num_iterations optimizer steps on the batch. The gradient is that of the whole step's loss however the
+    step is cut into rows and spread over ranks, because the denominators are the whole step's."""
+    args, engine = run.args, run.engine
+    num_tokens = sum(sum(rank["trained"]) for rank in everyone)
+    names = (
+        "beta",
+        "epsilon",
         "epsilon_high",
-        "--loss_type cispo needs it, as the ratio's bound",
+        "delta",
+        "loss_type",
+        "importance_sampling_level",
+        "max_completion_length",
     )
-    need(args.reward_funcs, "reward_funcs", "name at least one, such as accuracy")
-    count = len(args.reward_funcs)
-    need(len(args.reward_weights) == count, "reward_weights", f"give {count} numbers, one for each of --reward_funcs")
-    try:
-        known = set(dict(json.loads(args.gradient_checkpointing_kwargs or "{}"))) <= {"use_reentrant"}
-    except (TypeError, ValueError):
-        known = False
-    need(known, "gradient_checkpointing_kwargs", "write '{\"use_reentrant\": false}', no other key is known")
-    if args.report_to == "wandb" and importlib.util.find_spec("wandb") is None:
-        need(False, "report_to", "the package is not installed: pip install wandb, or leave the flag out")
-    prompts_per_rank(args)
+    options = {name: getattr(args, name) for name in names}
+    options |= {"num_sequences": sum(len(rank["rewards"]) for rank in everyone), "num_tokens": num_tokens}
+    rows = build_rows(run, batch, max(rank["rows"] for rank in everyone))
+    pad = functools.partial(torch.nn.functional.pad, pad=(0, 0, 0, 1))  # line N, the blank group's: False and 0
+    mask, sampled, advantages = pad(batch["mask"]), pad(batch["sampler_logps"]), pad(batch["advantages"][:, None])[:, 0]
+
+    def without_gradient(policy):
+        with torch.no_grad():
+            return [policy(row)[0] for row, _ in rows]
+
+    ref = without_gradient(run.reference) if args.beta > 0 else [None] * len(rows)
+    old = without_gradient(engine) if args.num_iterations > 1 else [None] * len(rows)
+    sums = 0
+    for iteration in range(args.num_iterations):
+        schedule = run.step * args.num_iterations + iteration, run.total * args.num_iterations
+        rate = learning_rate_at(*schedule, args.learning_rate, args.lr_scheduler_type, args.warmup_ratio)
+        for group in engine.optimizer.param_groups:
+            group["lr"] = rate
+        for k, (row, members) in enumerate(rows):
+            last = k == len(rows) - 1
+            engine.set_gradient_accumulation_boundary(last)
+            logps, entropy = engine(row)  # (n, R) of this row
+            live = mask[members, : logps.shape[1]]
+            # on-policy the ratio is exactly 1 and only its gradient matters
+            before = logps.detach() if old[k] is None else old[k]
+            loss, metrics = grpo_loss(logps, before, advantages[members], live, ref_logps=ref[k], **options)
+            engine.backward(loss * run.world)  # DeepSpeed averages over ranks, and the denominators are global
+            if last and engine.optimizer is engine.basic_optimizer:  # stage 0 in float32 keeps no norm: take it here
+                norm = torch.nn.utils.get_total_norm([p.grad for p in engine.parameters() if p.grad is not None])
+            engine.step()
+            # sums over the row's tokens, so that the metrics are those of the whole step, not of its last row
+            gap = (before - sampled[members, : logps.shape[1]]).abs()
+            means = [value * live.sum() for value in metrics.values()]
+            sums = sums + torch.stack([loss.detach(), *means, (entropy * live).sum(), (gap * live).sum()])
+    dist.all_reduce(sums)
+    loss, *sums = (sums / args.num_iterations).tolist()  # waits for the GPU: the update is over
+    names = [*metrics, "entropy", "sampler_gap"]
+    learned = {name: value / max(num_tokens, 1) for name, value in zip(names, sums, strict=True)}
+    norm = norm if engine.optimizer is engine.basic_optimizer else engine.get_global_grad_norm()
+    return learned | {"loss": loss, "grad_norm": float(norm), "learning_rate": rate}
 
 
-def prompts_per_rank(args):
-    """B, the prompts a rank answers in a step. per_device_train_batch_size x gradient_accumulation_steps counts
-    completions and must hold whole groups, because a group is compared on one rank."""
-    b, G, a = args.per_device_train_batch_size, args.num_generations, args.gradient_accumulation_steps
-    if a == "auto":  # the smallest that gives at least 8 completions and whole groups
-        a = next(a for a in range(1, 8 * G + 1) if b * a >= 8 and b * a % G == 0)
-    elif not str(a).isdigit() or int(a) < 1:
-        raise ValueError(f"--gradient_accumulation_steps {a}: a number, or auto")
-    completions = b * int(a)
-    if completions % G:
-        low, high = completions // G * G, -(-completions // G) * G
-        near = " or ".join(str(c) for c in (low, high) if c)
-        raise ValueError(
-            f"--per_device_train_batch_size {b} x --gradient_accumulation_steps {a} = {completions} completions a GPU, "
-            f"not a multiple of --num_generations {G}; make the product {near}, or use accumulation auto"
-        )
-    return completions // G
+def step_metrics(run, everyone, learned, times):
+    """One line of metrics.jsonl, over all ranks' completions, under TRL's names where TRL has the metric."""
+    flat = lambda name: [value for rank in everyone for value in rank[name]]  # noqa: E731
+    totals = torch.tensor(flat("rewards")).view(-1, run.args.num_generations)  # (world * B, G)
+    groups = [group[~group.isnan()] for group in totals]  # NaN: no function had an opinion
+    spread = torch.tensor([group.std().item() if len(group) > 1 else 0.0 for group in groups])
+    reward = None if totals.isnan().all() else totals.nanmean().item()
+    metrics = {"step": run.step, "reward": reward, "reward_std": spread.mean().item()}
+    metrics["frac_reward_zero_std"] = (spread < 1e-6).float().mean().item()
+    for name in everyone[0]["scores"]:
+        given = [value for rank in everyone for value in rank["scores"][name] if value is not None]
+        metrics[f"rewards/{name}/mean"] = float(np.mean(given)) if given else None
+        metrics[f"rewards/{name}/std"] = float(np.std(given, ddof=1)) if len(given) > 1 else None
+    lengths, cut = np.array(flat("lengths")), np.array(flat("truncated"))
+    for label, values in (("", lengths), ("terminated_", lengths[~cut])):
+        for kind, of in (("mean", np.mean), ("min", np.min), ("max", np.max)):
+            metrics[f"completions/{kind}_{label}length"] = float(of(values)) if len(values) else None
+    metrics |= {"completions/clipped_ratio": float(cut.mean()), "parse_failure_rate": float(np.mean(flat("unparsed")))}
+    metrics |= learned | {"num_tokens": run.num_tokens, "step_time": sum(times.values())}
+    metrics |= {f"time/{name}": seconds for name, seconds in times.items()}
+    trained = (sum(flat("trained")) + sum(flat("prompts"))) * run.args.num_iterations
+    metrics["tokens_per_second/generated"] = int(lengths.sum()) / times["rollout"]
+    metrics["tokens_per_second/trained"] = trained / times["update"]
+    if run.device.type == "cuda":
+        metrics["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
+        torch.cuda.reset_peak_memory_stats()
+    return metrics
+
+
+def evaluate(run, model, records):
+    """Greedy answers to held-out records, with training's prompt, parser and reward functions. Returns (metrics, lines
+    of completions.jsonl). eval/iou is the mean IoU, eval/accuracy the share at 0.5 and above."""
+    size, mine = prompts_per_rank(run.args) * run.args.num_generations, records[run.rank :: run.world].tolist()
+    scores, lines = {name: [] for name, _ in run.reward_funcs}, []
+    for start in range(0, len(mine), size):
+        prompts = [run.encode(run.dataset[i]) | {"record": i} for i in mine[start : start + size]]
+        prompts = [prompt | {"position_ids": modeling.prompt_positions(model, prompt)} for prompt in prompts]
+        tokens, _ = rollout.sample(model, prompts, 1, run.args.max_completion_length, 0.0, run.eos, run.pad)
+        texts = decode_texts(run, tokens, completion_mask(tokens, run.eos).sum(1).tolist())
+        part = score(run, prompts, texts)
+        for name, values in part.items():
+            scores[name] += values
+        for i, prompt in enumerate(prompts):
+            given = {name: values[i] for name, values in part.items()}
+            lines.append(completion_line(run.step, "eval", prompt, texts[i], given))
+    everyone = [None] * run.world
+    dist.all_gather_object(everyone, scores)
+    metrics = {"step": run.step, "eval/count": len(records)}
+    for name in scores:
+        values = np.array([value for rank in everyone for value in rank[name] if value is not None])
+        metrics["eval/iou" if name == "accuracy" else f"eval/{name}"] = float(values.mean()) if len(values) else None
+        if name == "accuracy":
+            metrics["eval/accuracy"] = float((values >= 0.5).mean())
+    return metrics, lines
 
 
 # --- The maths: no input or output, imported by the tests ----------------------------------------------------------
@@ -211,21 +405,13 @@ def group_advantages(rewards, scale="group", eps=1e-4):
         )
     if scale not in ("group", "batch", "none"):
         raise ValueError(f"scale {scale!r}: use group, batch or none")
-    valid = ~rewards.isnan()
-    dtype = rewards.dtype if rewards.is_floating_point() else torch.float32
-    # float64, in which the mean of equal float32 numbers is that number: an all-equal group gets exactly 0
-    r = rewards.double().where(valid, 0.0)
-    count = valid.sum(1, keepdim=True)
-    difference = (r - r.sum(1, keepdim=True) / count.clamp(min=1)) * valid  # (B, G)
-    if scale == "none":
-        return difference.to(dtype)
-    if scale == "group":
-        std = (difference.square().sum(1, keepdim=True) / (count - 1).clamp(min=1)).sqrt()  # (B, 1)
-    else:
-        n = valid.sum()
-        spread = (r - r.sum() / n.clamp(min=1)) * valid
-        std = (spread.square().sum() / (n - 1).clamp(min=1)).sqrt()
-    return (difference / (std + eps)).to(dtype)
+    valid, r = ~rewards.isnan(), rewards.double()  # float64: the mean of equal float32 numbers is that number
+    A = r - r.nanmean(1, keepdim=True)  # (B, G)
+    if scale != "none":
+        spread, over = (A, 1) if scale == "group" else (r - r.nanmean(), (0, 1))
+        variance = spread.square().nansum(over, keepdim=True) / (valid.sum(over, keepdim=True) - 1).clamp(min=1)
+        A = A / (variance.sqrt() + eps)
+    return A.where(valid, 0.0).to(rewards.dtype if rewards.is_floating_point() else torch.float32)
 
 
 def completion_mask(tokens, eos_ids):
@@ -352,329 +538,6 @@ def cut_rows(prompt_lengths, completion_lengths, budget):
     return rows + [row]
 
 
-# --- DeepSpeed ---------------------------------------------------------------------------------------------------
-
-
-def deepspeed_config(args, world, hidden_size, device_type):
-    """DeepSpeed's configuration: --deepspeed's JSON with every "auto" filled in and --zero_stage applied.
-
-    The flags decide; a number in the file that contradicts them is an error. `update_phase` marks the accumulation
-    boundary itself, however many rows a step has, so DeepSpeed is told of one micro-batch a step.
-    """
-    with open(args.deepspeed) as file:
-        config = json.load(file)
-    completions = prompts_per_rank(args) * args.num_generations
-    batch, accumulation = args.per_device_train_batch_size, completions // args.per_device_train_batch_size
-    for name, flags, told in (
-        ("train_micro_batch_size_per_gpu", batch, completions),
-        ("gradient_accumulation_steps", accumulation, 1),
-        ("train_batch_size", completions * world, completions * world),
-        ("gradient_clipping", args.max_grad_norm, args.max_grad_norm),
-    ):
-        if config.get(name, "auto") not in ("auto", flags):
-            raise ValueError(f'{args.deepspeed}: {name} is {config[name]}, the flags say {flags}; write "auto" there')
-        config[name] = told
-    if config.pop("fp16", {}).get("enabled") is True:
-        raise ValueError(f"{args.deepspeed}: fp16 is enabled, this code trains in bf16 or float32; set it to false")
-    if config.pop("scheduler", None):
-        tell(f"{args.deepspeed}: its scheduler is left out, --lr_scheduler_type {args.lr_scheduler_type} holds")
-    config["bf16"] = config.get("bf16", {}) | {"enabled": args.torch_dtype == "bfloat16"}
-    zero = config.setdefault("zero_optimization", {})
-    zero["stage"] = zero.get("stage", 0) if args.zero_stage is None else args.zero_stage
-    sizes = {  # but for the bucket, what Hugging Face's integration fills in
-        "reduce_bucket_size": int(1e8),
-        "stage3_prefetch_bucket_size": int(0.9 * hidden_size**2),
-        "stage3_param_persistence_threshold": 10 * hidden_size,
-    }
-    zero.update({name: value for name, value in sizes.items() if zero.get(name) == "auto"})
-    optimizer = config.setdefault("optimizer", {"type": "AdamW"})
-    given = {name: value for name, value in optimizer.get("params", {}).items() if value != "auto"}
-    flags = {"lr": args.learning_rate, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": args.weight_decay}
-    optimizer["params"] = flags | given
-    on_cpu = zero.get("offload_optimizer", {}).get("device", "none") != "none"
-    if optimizer["type"] in ("Adam", "AdamW") and not (on_cpu and device_type == "cuda"):
-        # torch's AdamW: the numbers of DeepSpeed's own, which spends a minute compiling at its first use
-        optimizer["params"] |= {"torch_adam": True, "fused": device_type == "cuda"}
-        config["zero_force_ds_cpu_optimizer"] = False
-    if zero.get("reduce_bucket_size", 1e8) < 5e7:
-        tell(f"warning: reduce_bucket_size {zero['reduce_bucket_size']:g} is under 5e7: many small, slow collectives")
-    if zero.get("overlap_comm") and device_type == "cuda" and torch.cuda.nccl.version() < (2, 10):
-        tell(f"warning: overlap_comm with NCCL {torch.cuda.nccl.version()}: versions before 2.10 can hang; upgrade")
-    return config
-
-
-def tell(message):
-    """Say it once, on rank 0, above the progress bar."""
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        tqdm.write(message, file=sys.stderr)
-
-
-def start_processes(args):
-    """Join the process group: returns (rank, world, device). Without a launcher this is one process of its own."""
-    gpu = torch.cuda.is_available()
-    if not gpu:
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # before the import, which looks for an accelerator
-    if "RANK" not in os.environ:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
-        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-    import deepspeed
-
-    if not gpu:  # decline an optional shared-memory operation, which would compile for 50 s
-        deepspeed.ops.__compatible_ops__ = {"deepspeed_shm_comm": False}
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
-    if gpu:
-        torch.cuda.set_device(device)
-    patience = datetime.timedelta(seconds=args.stall_timeout)
-    deepspeed.init_distributed("nccl" if gpu else "gloo", timeout=patience, verbose=False)
-    return dist.get_rank(), dist.get_world_size(), device
-
-
-def load_policy(args, device):
-    names = ("attn_implementation", "torch_dtype", "min_pixels", "max_pixels", "freeze_vision_modules")
-    flags = {name: getattr(args, name) for name in names}
-    return modeling.load_policy(args.model_name_or_path, device=device, **flags)
-
-
-def start_engine(args, model, world, device):
-    """Hand the policy to DeepSpeed: sharded as the JSON says, with float32 master weights and the optimizer."""
-    import deepspeed
-
-    if args.gradient_checkpointing:
-        modeling.checkpoint_blocks(model, **json.loads(args.gradient_checkpointing_kwargs or "{}"))
-    policy = modeling.Policy(model, args.temperature)
-    config = deepspeed_config(args, world, model.config.text_config.hidden_size, device.type)
-    trainable = [parameter for parameter in policy.parameters() if parameter.requires_grad]
-    with modeling.float32_rotary_tables(policy):
-        return deepspeed.initialize(model=policy, model_parameters=trainable, config=config)[0]
-
-
-def start_reference(args, world, device):
-    """The frozen reference of beta > 0: the starting weights, sharded too under ZeRO-3."""
-    import deepspeed
-
-    model, _ = load_policy(args, device)
-    reference = modeling.Policy(model.requires_grad_(False), args.temperature)
-    config = deepspeed_config(args, world, model.config.text_config.hidden_size, device.type)
-    if config["zero_optimization"]["stage"] < 3:
-        return reference
-    del config["optimizer"]  # without one, DeepSpeed shards for inference
-    with modeling.float32_rotary_tables(reference):
-        return deepspeed.initialize(model=reference, config=config)[0]
-
-
-# --- The phases of a step ------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Run:
-    """What the phases need. Only engine, reference, step, total and num_tokens are set after the start."""
-
-    args: Arguments
-    rank: int
-    world: int
-    device: torch.device
-    processor: modeling.Processor
-    eos: list  # ids that end a completion
-    pad: int
-    dataset: data.PackedDataset | None = None
-    encode: object = None  # record -> prompt
-    reward_funcs: list = field(default_factory=list)  # (name, function)
-    engine: object = None
-    reference: object = None
-    step: int = 0
-    total: int = 0
-    num_tokens: int = 0
-
-
-def seed_everything(seed, step, rank):
-    """All randomness of a step is a function of (seed, step, rank): a resumed run repeats an undisturbed one."""
-    number = int(np.random.SeedSequence([seed, step, rank]).generate_state(1)[0])
-    torch.manual_seed(number)
-    np.random.seed(number)
-    random.seed(number)
-
-
-def sample_phase(run, prompts):
-    """Phase 1: G completions of each of this rank's B prompts. Returns the step's batch, N = B*G completions."""
-    args = run.args
-    with modeling.gathered(run.engine) as model:
-        prompts = [prompt | {"position_ids": modeling.prompt_positions(model, prompt)} for prompt in prompts]
-        limits = args.num_generations, args.max_completion_length, args.temperature
-        tokens, logps = rollout.sample(model, prompts, *limits, run.eos, run.pad)  # (N, R)
-    mask = completion_mask(tokens, run.eos)
-    ended = torch.isin(tokens, torch.tensor(run.eos, device=tokens.device)).any(1)
-    batch = {"prompts": prompts, "tokens": tokens, "sampler_logps": logps, "mask": mask}
-    return batch | {"lengths": mask.sum(1).tolist(), "truncated": (~ended).tolist()}  # waits for the GPU
-
-
-def decode_texts(run, tokens, lengths):
-    rows = [row[:length] for row, length in zip(tokens.tolist(), lengths, strict=True)]
-    return run.processor.tokenizer.batch_decode(rows, skip_special_tokens=True)
-
-
-def score(run, prompts, texts):
-    """Every reward function on every completion: {name: one number or None a completion}. The functions get the
-    records' own fields as columns, a field that a record lacks being None."""
-    copies = len(texts) // len(prompts)
-    records = [prompt["columns"] for prompt in prompts for _ in range(copies)]
-    names = {name for record in records for name in record} - {"prompts", "completions"}
-    columns = {name: [record.get(name) for record in records] for name in sorted(names)}
-    return rewards.score(run.reward_funcs, columns["problem"], texts, columns)
-
-
-def score_phase(run, batch):
-    """Phase 2: the completions' texts, every function's scores, and their weighted sum, the reward."""
-    batch["texts"] = decode_texts(run, batch["tokens"], batch["lengths"])
-    batch["scores"] = score(run, batch["prompts"], batch["texts"])
-    batch["rewards"] = rewards.total(batch["scores"], run.args.reward_weights)
-
-
-def compare_phase(run, batch):
-    """Phase 3: rewards become advantages, and the ranks tell each other what the update must know of the whole step.
-    One exchange of small Python objects; returns every rank's."""
-    args, G = run.args, run.args.num_generations
-    if args.mask_truncated_completions:  # they still count as sequences and in their group's mean
-        batch["mask"] = batch["mask"] & ~torch.tensor(batch["truncated"], device=run.device)[:, None]
-    batch["trained"] = batch["mask"].sum(1).tolist()  # tokens of each completion in the loss; waits for the GPU
-    prompt_lengths = [len(prompt["input_ids"]) for prompt in batch["prompts"]]
-    batch["cuts"] = cut_rows(prompt_lengths, batch["trained"], args.max_tokens_per_forward)
-    mine = {name: batch[name] for name in ("rewards", "scores", "lengths", "truncated", "trained")}
-    mine |= {"prompts": prompt_lengths, "rows": len(batch["cuts"])}
-    mine["unparsed"] = [rewards.parse_box(text) is None for text in batch["texts"]]
-    everyone = [None] * run.world
-    dist.all_gather_object(everyone, mine)
-    table = torch.tensor([rank["rewards"] for rank in everyone]).view(-1, G)  # (world * B, G)
-    advantages = group_advantages(table, args.scale_rewards).view(run.world, -1)[run.rank]  # (N,)
-    batch["advantages"] = advantages.to(run.device)
-    return everyone
-
-
-def build_rows(run, batch, count):
-    """This rank's packed rows, `count` of them as on every rank: (row, batch index of each of its completions).
-
-    Index N stands for the blank group, which is no completion of the step (see modeling.blank_group): it fills the
-    rows that this rank lacks, and gives a picture to a row without one where other ranks' rows may hold some.
-    """
-    tokens, rows = batch["tokens"].cpu(), []
-    for cut in batch["cuts"] + [[]] * (count - len(batch["cuts"])):
-        groups = [(batch["prompts"][b], [tokens[i, : batch["trained"][i]] for i in part]) for b, part in cut]
-        members = [i for _, part in cut for i in part]
-        if not any(prompt["pixel_values"] is not None for prompt, _ in groups) and (run.world > 1 or not groups):
-            groups.append(modeling.blank_group(run.engine.module.model))
-            members.append(len(tokens))
-        rows.append((modeling.build_row(groups, run.device), torch.tensor(members, device=run.device)))
-    return rows
-
-
-LOSS_FLAGS = ("beta", "epsilon", "epsilon_high", "delta", "loss_type", "importance_sampling_level")
-LOSS_FLAGS += ("max_completion_length",)
-
-
-def update_phase(run, batch, everyone):
-    """Phase 4: num_iterations optimizer steps on the batch. The gradient is that of the whole step's loss however the
-    step is cut into rows and spread over ranks, because the denominators are the whole step's."""
-    args, engine = run.args, run.engine
-    num_tokens = sum(sum(rank["trained"]) for rank in everyone)
-    options = {name: getattr(args, name) for name in LOSS_FLAGS}
-    options |= {"num_sequences": sum(len(rank["rewards"]) for rank in everyone), "num_tokens": num_tokens}
-    rows = build_rows(run, batch, max(rank["rows"] for rank in everyone))
-    pad = functools.partial(torch.nn.functional.pad, pad=(0, 0, 0, 1))  # line N, the blank group's: False and 0
-    mask, sampled, advantages = pad(batch["mask"]), pad(batch["sampler_logps"]), pad(batch["advantages"][:, None])[:, 0]
-
-    def without_gradient(policy):
-        with torch.no_grad():
-            return [policy(row)[0] for row, _ in rows]
-
-    ref = without_gradient(run.reference) if args.beta > 0 else [None] * len(rows)
-    old = without_gradient(engine) if args.num_iterations > 1 else [None] * len(rows)
-    for iteration in range(args.num_iterations):
-        schedule = run.step * args.num_iterations + iteration, run.total * args.num_iterations
-        rate = learning_rate_at(*schedule, args.learning_rate, args.lr_scheduler_type, args.warmup_ratio)
-        for group in engine.optimizer.param_groups:
-            group["lr"] = rate
-        sums = 0
-        for k, (row, members) in enumerate(rows):
-            engine.set_gradient_accumulation_boundary(k == len(rows) - 1)
-            logps, entropy = engine(row)  # (n, R) of this row
-            live = mask[members, : logps.shape[1]]
-            before = logps.detach() if old[k] is None else old[k]
-            loss, metrics = grpo_loss(logps, before, advantages[members], live, ref_logps=ref[k], **options)
-            engine.backward(loss * run.world)  # DeepSpeed averages over ranks, and the denominators are global
-            plain = engine.optimizer is engine.basic_optimizer  # stage 0 in float32 keeps no norm: take it here
-            norm = plain and torch.nn.utils.get_total_norm([p.grad for p in engine.parameters() if p.grad is not None])
-            engine.step()
-            # sums over the row's tokens, so that the metrics are those of the whole step, not of its last row
-            gap = (logps.detach() - sampled[members, : logps.shape[1]]).abs()
-            means = [value * live.sum() for value in metrics.values()]
-            sums = sums + torch.stack([loss.detach(), *means, (entropy * live).sum(), (gap * live).sum()])
-    dist.all_reduce(sums)
-    loss, *sums = sums.tolist()  # waits for the GPU: the update is over
-    names = [*metrics, "entropy", "sampler_gap"]
-    learned = {name: value / max(num_tokens, 1) for name, value in zip(names, sums, strict=True)}
-    return learned | {
-        "loss": loss,
-        "grad_norm": float(norm if plain else engine.get_global_grad_norm()),
-        "learning_rate": rate,
-    }
-
-
-def step_metrics(run, everyone, learned, times):
-    """One line of metrics.jsonl, over all ranks' completions, under TRL's names where TRL has the metric."""
-    flat = lambda name: [value for rank in everyone for value in rank[name]]  # noqa: E731
-    totals = torch.tensor(flat("rewards")).view(-1, run.args.num_generations)  # (world * B, G)
-    spread = torch.tensor([group[~group.isnan()].std().nan_to_num(0).item() for group in totals])
-    metrics = {"step": run.step, "reward": totals.nanmean().item(), "reward_std": spread.mean().item()}
-    metrics["frac_reward_zero_std"] = (spread < 1e-6).float().mean().item()
-    for name in everyone[0]["scores"]:
-        given = [value for rank in everyone for value in rank["scores"][name] if value is not None]
-        metrics[f"rewards/{name}/mean"] = float(np.mean(given)) if given else None
-        metrics[f"rewards/{name}/std"] = float(np.std(given, ddof=1)) if len(given) > 1 else None
-    lengths, cut = np.array(flat("lengths")), np.array(flat("truncated"))
-    for label, values in (("", lengths), ("terminated_", lengths[~cut])):
-        for kind, of in (("mean", np.mean), ("min", np.min), ("max", np.max)):
-            metrics[f"completions/{kind}_{label}length"] = float(of(values)) if len(values) else None
-    metrics |= {"completions/clipped_ratio": float(cut.mean()), "parse_failure_rate": float(np.mean(flat("unparsed")))}
-    metrics |= learned | {"num_tokens": run.num_tokens, "step_time": sum(times.values())}
-    metrics |= {f"time/{name}": seconds for name, seconds in times.items()}
-    trained = (sum(flat("trained")) + sum(flat("prompts"))) * run.args.num_iterations
-    metrics["tokens_per_second/generated"] = int(lengths.sum()) / times["rollout"]
-    metrics["tokens_per_second/trained"] = trained / times["update"]
-    if run.device.type == "cuda":
-        metrics["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
-        torch.cuda.reset_peak_memory_stats()
-    return metrics
-
-
-def evaluate(run, model, records):
-    """Greedy answers to held-out records, with training's prompt, parser and reward functions. Returns (metrics, lines
-    of completions.jsonl). eval/iou is the mean IoU, eval/accuracy the share at 0.5 and above."""
-    size, mine = prompts_per_rank(run.args) * run.args.num_generations, records[run.rank :: run.world].tolist()
-    scores, lines = {name: [] for name, _ in run.reward_funcs}, []
-    for start in range(0, len(mine), size):
-        prompts = [run.encode(run.dataset[i]) | {"record": i} for i in mine[start : start + size]]
-        prompts = [prompt | {"position_ids": modeling.prompt_positions(model, prompt)} for prompt in prompts]
-        tokens, _ = rollout.sample(model, prompts, 1, run.args.max_completion_length, 0.0, run.eos, run.pad)
-        texts = decode_texts(run, tokens, completion_mask(tokens, run.eos).sum(1).tolist())
-        part = score(run, prompts, texts)
-        for name, values in part.items():
-            scores[name] += values
-        for i, prompt in enumerate(prompts):
-            given = {name: values[i] for name, values in part.items()}
-            lines.append(completion_line(run.step, "eval", prompt, texts[i], given))
-    everyone = [None] * run.world
-    dist.all_gather_object(everyone, scores)
-    metrics = {"step": run.step, "eval/count": len(records)}
-    for name in scores:
-        values = np.array([value for rank in everyone for value in rank[name] if value is not None])
-        metrics["eval/iou" if name == "accuracy" else f"eval/{name}"] = float(values.mean()) if len(values) else None
-        if name == "accuracy":
-            metrics["eval/accuracy"] = float((values >= 0.5).mean())
-    return metrics, lines
-
-
 # --- Files of a run ------------------------------------------------------------------------------------------------
 
 
@@ -693,14 +556,17 @@ def batch_lines(run, batch):
 
 
 class Log:
-    """metrics.jsonl and completions.jsonl of a run, written by rank 0, and wandb if asked for."""
+    """run.json, metrics.jsonl (of all ranks) and completions.jsonl (rank 0's), and wandb if asked for."""
 
-    def __init__(self, run, resumed):
+    def __init__(self, run):
         self.writes, self.wandb = run.rank == 0, None
+        if self.writes:
+            with open(os.path.join(run.args.output_dir, "run.json"), "w") as file:
+                json.dump({"args": asdict(run.args), "packed": run.packed, "world": run.world}, file, indent=2)
         self.paths = [os.path.join(run.args.output_dir, name) for name in ("metrics.jsonl", "completions.jsonl")]
         for path in self.paths if self.writes else ():
             kept = []
-            if resumed and os.path.exists(path):  # drop what a run that died wrote after its last checkpoint
+            if run.resumed and os.path.exists(path):  # drop what a run that died wrote after its last checkpoint
                 with open(path, encoding="utf-8") as file:
                     kept = [line for line in file if line.endswith("\n") and json.loads(line)["step"] <= run.step]
             with open(path, "w", encoding="utf-8") as file:
@@ -752,7 +618,8 @@ def save_checkpoint(run):
     dist.barrier()
     if run.rank == 0:
         with open(os.path.join(folder, "state.json"), "w") as file:
-            json.dump({"step": run.step, "num_tokens": run.num_tokens, "world": run.world}, file)
+            state = {"step": run.step, "num_tokens": run.num_tokens, "world": run.world}
+            json.dump(state | {"stage": run.engine.zero_optimization_stage()}, file)
         shutil.rmtree(final, ignore_errors=True)
         os.replace(folder, final)
         for old in checkpoints(args.output_dir)[: -args.save_total_limit] if args.save_total_limit else ():
@@ -767,14 +634,12 @@ def checkpoints(folder):
 
 
 def checkpoint_to_resume(args):
-    """The folder to go on from, or None. Refuses to mix a fresh run into another one's checkpoints."""
+    """The folder to go on from, or None. Refuses to mix one run's checkpoints with another's."""
     found, asked = checkpoints(args.output_dir), (args.resume_from_checkpoint or "false")
+    newest, other = os.path.basename(found[-1]) if found else None, "or give another --run_name"
     if asked.lower() == "false":
         if found:
-            raise ValueError(
-                f"--output_dir {args.output_dir} holds {os.path.basename(found[-1])} of an earlier run: go on from it "
-                "with --resume_from_checkpoint true, or give another --run_name"
-            )
+            raise ValueError(f"{args.output_dir} holds {newest}: go on with --resume_from_checkpoint true, {other}")
         return None
     if asked.lower() == "true":
         if not found:
@@ -784,6 +649,8 @@ def checkpoint_to_resume(args):
         raise ValueError(
             f"--resume_from_checkpoint {asked}: no state.json there; give a checkpoint-<step> folder or true"
         )
+    if found and not os.path.samefile(asked, found[-1]):
+        raise ValueError(f"--resume_from_checkpoint {asked}: {args.output_dir} holds {newest}; move it away, {other}")
     return asked
 
 
@@ -792,123 +659,296 @@ def load_checkpoint(run, folder):
     with open(os.path.join(folder, "state.json")) as file:
         state = json.load(file)
     weights_alone = f"start from its weights with --model_name_or_path {folder} and another --run_name"
-    if state["world"] != run.world:
-        raise ValueError(
-            f"{folder} was saved by {state['world']} ranks and there are {run.world} now, whom its optimizer states do "
-            f"not fit: {weights_alone}"
-        )
+    for name, now in (("world", run.world), ("stage", run.engine.zero_optimization_stage())):
+        if state[name] != now:
+            what = {"world": "number of ranks", "stage": "--zero_stage"}[name]
+            raise ValueError(
+                f"{folder} was saved with {what} {state[name]}, now it is {now}: its optimizer states do not fit; use "
+                f"{state[name]} again, or {weights_alone}"
+            )
     if not os.path.isdir(os.path.join(folder, "zero")):
         raise ValueError(f"{folder} was saved with --save_only_model: {weights_alone}")
     with modeling.float32_rotary_tables(run.engine.module):
-        run.engine.load_checkpoint(os.path.join(folder, "zero"), tag="state")
+        path, _ = run.engine.load_checkpoint(os.path.join(folder, "zero"), tag="state")
+    if path is None:
+        raise ValueError(f"{folder}/zero could not be read: {weights_alone}")
     run.step, run.num_tokens = state["step"], state["num_tokens"]
     tell(f"resumed from {folder}")
 
 
-# --- The run -------------------------------------------------------------------------------------------------------
+# --- DeepSpeed ---------------------------------------------------------------------------------------------------
 
 
-def start(args):
-    """Processes, model and data: returns (run, model, training records, held-out records)."""
-    rank, world, device = start_processes(args)
-    os.makedirs(args.output_dir, exist_ok=True)
-    model, processor = load_policy(args, device)
-    name, reason = model.attention_choice
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    tell(f"policy: {args.model_name_or_path}, {parameters / 1e6:,.1f} M parameters, {args.torch_dtype}, {device.type}")
-    tell(f"attention: {name} ({reason})")
-    tokenizer = processor.tokenizer
-    eos = modeling.eos_token_ids(model, tokenizer)
-    pad = eos[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    run = Run(args, rank, world, device, processor, eos, pad)
-    run.reward_funcs = [rewards.load_reward(spec) for spec in args.reward_funcs]
-    options = {"question_template": args.question_template, "max_prompt_length": args.max_prompt_length}
-    run.encode = functools.partial(data.encode_prompt, processor=processor, **options)
-    # rank 0 packs the sources while the others wait
-    sources = data.parse_sources(args.data_file_paths, args.image_folders, args.dataset_name, args.image_root)
-    path = [os.path.abspath(data.ensure_packed(sources, args.output_dir)) if rank == 0 else None]
-    dist.broadcast_object_list(path, src=0)
-    run.dataset = data.PackedDataset(path[0])
-    if rank == 0:
-        with open(os.path.join(args.output_dir, "run.json"), "w") as file:
-            json.dump({"args": asdict(args), "packed": path[0], "world": world}, file, indent=2)
-    train_records, val_records = data.train_val_split(run.dataset, args.val_split_ratio, args.data_seed)
-    tell(f"data: {len(train_records)} records to train on, {len(val_records)} held out, {path[0]}")
-    return run, model, train_records, val_records
+def deepspeed_config(args, world, hidden_size, device_type):
+    """DeepSpeed's configuration: --deepspeed's JSON with every "auto" filled in and --zero_stage applied.
+
+    The flags decide; a number in the file that contradicts them is an error. `update_phase` marks the accumulation
+    boundary itself, however many rows a step has, so DeepSpeed is told of one micro-batch a step.
+    """
+    with open(args.deepspeed) as file:
+        try:
+            config = json.load(file)
+        except ValueError as error:
+            raise ValueError(f"--deepspeed {args.deepspeed} is not JSON: {error}") from error
+    completions = prompts_per_rank(args) * args.num_generations
+    batch, accumulation = args.per_device_train_batch_size, completions // args.per_device_train_batch_size
+    # (name in the file, what the flags say it is, what DeepSpeed is told)
+    for name, flags, told in (
+        ("train_micro_batch_size_per_gpu", batch, completions),
+        ("gradient_accumulation_steps", accumulation, 1),
+        ("train_batch_size", completions * world, completions * world),
+        ("gradient_clipping", args.max_grad_norm, args.max_grad_norm),
+    ):
+        if config.get(name, "auto") not in ("auto", flags):
+            raise ValueError(f'{args.deepspeed}: {name} is {config[name]}, the flags say {flags}; write "auto" there')
+        config[name] = told
+    if config.pop("fp16", {}).get("enabled") is True:
+        raise ValueError(f"{args.deepspeed}: fp16 is enabled, this code trains in bf16 or float32; set it to false")
+    if config.pop("scheduler", None):
+        tell(f"{args.deepspeed}: its scheduler is left out, --lr_scheduler_type {args.lr_scheduler_type} holds")
+    config["bf16"] = config.get("bf16", {}) | {"enabled": args.torch_dtype == "bfloat16"}
+    zero = config.setdefault("zero_optimization", {})
+    zero["stage"] = zero.get("stage", 0) if args.zero_stage is None else args.zero_stage
+    sizes = {  # but for the bucket, what Hugging Face's integration fills in
+        "reduce_bucket_size": int(1e8),
+        "stage3_prefetch_bucket_size": int(0.9 * hidden_size**2),
+        "stage3_param_persistence_threshold": 10 * hidden_size,
+    }
+    zero.update({name: value for name, value in sizes.items() if zero.get(name) == "auto"})
+    optimizer = config.setdefault("optimizer", {"type": "AdamW"})
+    given = {name: value for name, value in optimizer.get("params", {}).items() if value != "auto"}
+    flags = {"lr": args.learning_rate, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": args.weight_decay}
+    for name in ("lr", "weight_decay"):
+        if given.get(name, flags[name]) != flags[name]:
+            raise ValueError(
+                f'{args.deepspeed}: {name} is {given[name]}, the flags say {flags[name]}; write "auto" there'
+            )
+    optimizer["params"] = flags | given
+    on_cpu = zero.get("offload_optimizer", {}).get("device", "none") != "none"
+    if optimizer["type"] in ("Adam", "AdamW") and not (on_cpu and device_type == "cuda"):
+        # torch's AdamW: the numbers of DeepSpeed's own, which spends a minute compiling at its first use
+        optimizer["params"] |= {"torch_adam": True, "fused": device_type == "cuda"}
+        config["zero_force_ds_cpu_optimizer"] = False
+    if zero.get("reduce_bucket_size", 1e8) < 5e7:
+        tell(f"warning: reduce_bucket_size {zero['reduce_bucket_size']:g} is under 5e7: many small, slow collectives")
+    if zero.get("overlap_comm") and device_type == "cuda" and torch.cuda.nccl.version() < (2, 10):
+        tell(f"warning: overlap_comm with NCCL {torch.cuda.nccl.version()}: versions before 2.10 can hang; upgrade")
+    return config
 
 
-def train(run, model, train_records, val_records):
-    """The algorithm. Each phase is followed by what is true then."""
-    args, B, G, W = run.args, prompts_per_rank(run.args), run.args.num_generations, run.world
-    per_epoch = len(train_records) / (W * B)
-    run.total = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * per_epoch)
-    resumed = checkpoint_to_resume(args)
-    tell(f"batch: {W} ranks x {B} prompts x {G} completions = {W * B * G} completions of {W * B} prompts a step")
-    tell(f"{run.total} steps x {args.num_iterations} updates, {run.total / per_epoch:.2f} epochs; {args.output_dir}")
-    run.engine = start_engine(args, model, W, run.device)
-    run.reference = start_reference(args, W, run.device) if args.beta > 0 else None
-    if resumed:
-        load_checkpoint(run, resumed)
-    log = Log(run, resumed)
+def tell(message):
+    """Say it once, on rank 0, above the progress bar."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        tqdm.write(message, file=sys.stderr)
 
-    def evaluation():
-        with modeling.gathered(run.engine) as whole:
-            metrics, lines = evaluate(run, whole, val_records)
-        log(metrics, lines)
-        shown = ", ".join(f"{name[5:]} {value:.3f}" for name, value in metrics.items() if isinstance(value, float))
-        tell(f"step {run.step}: held out: {shown}")
 
-    if len(val_records) and run.step == 0:
-        evaluation()
-    loader = data.prompt_loader(
-        run.dataset, train_records, run.encode, args.data_seed, run.step, run.total, B, run.rank, W, args.num_workers
+def start_processes(args):
+    """Join the process group: returns (rank, world, device). Without a launcher this is one process of its own."""
+    gpu = torch.cuda.is_available()
+    if not gpu:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # before the import, which looks for an accelerator
+    if "RANK" not in os.environ:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    import deepspeed
+
+    if not gpu:  # decline an optional shared-memory operation, which would compile for 50 s
+        deepspeed.ops.__compatible_ops__ = {"deepspeed_shm_comm": False}
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
+    if gpu:
+        torch.cuda.set_device(device)
+    patience = datetime.timedelta(seconds=args.stall_timeout)
+    deepspeed.init_distributed("nccl" if gpu else "gloo", timeout=patience, verbose=False)
+    return dist.get_rank(), dist.get_world_size(), device
+
+
+def load_policy(args, device):
+    names = ("attn_implementation", "torch_dtype", "min_pixels", "max_pixels", "freeze_vision_modules")
+    flags = {name: getattr(args, name) for name in names}
+    return modeling.load_policy(args.model_name_or_path, device=device, **flags)
+
+
+def start_engine(args, model, world, device, trained=True):
+    """Hand a policy to DeepSpeed: sharded as the JSON says, with float32 master weights and the optimizer.
+
+    Not `trained`: the frozen reference of beta > 0, sharded too under ZeRO-3 and a plain module otherwise.
+    """
+    import deepspeed
+
+    if trained and args.gradient_checkpointing:
+        modeling.checkpoint_blocks(model, **json.loads(args.gradient_checkpointing_kwargs or "{}"))
+    policy = modeling.Policy(model.requires_grad_(False) if not trained else model, args.temperature)
+    config = deepspeed_config(args, world, model.config.text_config.hidden_size, device.type)
+    if not trained and config["zero_optimization"]["stage"] < 3:
+        return policy
+    if not trained:
+        del config["optimizer"]  # without one, DeepSpeed shards for inference
+    parameters = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+    with modeling.float32_rotary_tables(policy):
+        return deepspeed.initialize(model=policy, model_parameters=parameters or None, config=config)[0]
+
+
+# --- Flags -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Arguments:
+    """Every flag, with VLM-R1's and TRL's names and meanings. `bash launch.sh --help` prints this list."""
+
+    # model
+    model_name_or_path: str = field(metadata={"help": "checkpoint folder or hub name: Qwen2-VL, Qwen2.5-VL, Qwen3-VL"})
+    torch_dtype: str = field(default="auto", metadata={"help": "bfloat16 or float32; auto: as --bf16 says"})
+    bf16: bool = field(default=True, metadata={"help": "train in bfloat16 with float32 master weights"})
+    attn_implementation: str = field(default="auto", metadata={"help": "auto, flash_attention_2, sdpa or eager"})
+    freeze_vision_modules: bool = field(default=False, metadata={"help": "train the language model alone"})
+    gradient_checkpointing: bool = field(default=True, metadata={"help": "recompute activations: less memory, slower"})
+    gradient_checkpointing_kwargs: str | None = field(default=None, metadata={"help": "'{\"use_reentrant\": false}'"})
+    min_pixels: int | None = field(default=None, metadata={"help": "smaller pictures are enlarged to this area"})
+    max_pixels: int | None = field(default=None, metadata={"help": "larger pictures are shrunk to this area"})
+    # data
+    data_file_paths: str | None = field(default=None, metadata={"help": "jsonl or json files, joined by ':'"})
+    image_folders: str | None = field(default=None, metadata={"help": "one folder a data file, joined by ':'"})
+    dataset_name: str | None = field(default=None, metadata={"help": "a yaml of datasets (rec.yaml) instead"})
+    image_root: str | None = field(default=None, metadata={"help": "image folder of --dataset_name"})
+    question_template: str = field(default=data.QUESTION_TEMPLATE, metadata={"help": "must hold {Question}"})
+    val_split_ratio: float = field(default=0.0, metadata={"help": "share of the records held out for evaluation"})
+    num_workers: int = field(default=-1, metadata={"help": "data workers a rank; -1: two, at most the cores there are"})
+    # algorithm
+    num_generations: int = field(default=8, metadata={"help": "G, completions a prompt"})
+    max_completion_length: int = field(default=256, metadata={"help": "tokens"})
+    max_prompt_length: int | None = field(default=None, metadata={"help": "tokens, pictures included; longer: error"})
+    temperature: float = field(default=1.0, metadata={"help": "of sampling, and of the policy that is trained"})
+    reward_funcs: list[str] = field(
+        default_factory=lambda: ["accuracy", "format"], metadata={"help": "accuracy, format, file.py:function"}
     )
-    bar = tqdm(total=run.total, initial=run.step, disable=run.rank != 0, dynamic_ncols=True, unit="step")
-    times, began = {}, time.perf_counter()
+    reward_weights: list[float] | None = field(default=None, metadata={"help": "one a reward function; default 1"})
+    beta: float = field(default=0.0, metadata={"help": "KL coefficient; above 0 a frozen reference is kept"})
+    epsilon: float = field(default=0.2, metadata={"help": "clip range of the ratio"})
+    epsilon_high: float | None = field(default=None, metadata={"help": "upper clip range; cispo: the bound itself"})
+    delta: float | None = field(default=None, metadata={"help": "two-sided clipping: upper bound of the ratio"})
+    num_iterations: int = field(default=1, metadata={"help": "mu, updates a rollout"})
+    loss_type: str = field(default="grpo", metadata={"help": "grpo, dr_grpo, dapo or cispo"})
+    importance_sampling_level: str = field(default="token", metadata={"help": "token, or sequence (GSPO)"})
+    scale_rewards: str = field(default="group", metadata={"help": "group, batch or none (true, false: group, none)"})
+    mask_truncated_completions: bool = field(default=False, metadata={"help": "no loss on completions cut short"})
+    # batch and optimizer
+    per_device_train_batch_size: int = field(default=8, metadata={"help": "completions a GPU, with the next flag"})
+    gradient_accumulation_steps: str = field(default="auto", metadata={"help": "a number, or auto: whole groups"})
+    max_tokens_per_forward: int = field(default=16384, metadata={"help": "how a step is cut; never changes the result"})
+    learning_rate: float = field(default=1e-6, metadata={"help": "peak"})
+    lr_scheduler_type: str = field(default="linear", metadata={"help": "linear, cosine, constant(_with_warmup)"})
+    warmup_ratio: float = field(default=0.0, metadata={"help": "share of the steps"})
+    weight_decay: float = field(default=0.0, metadata={"help": "AdamW's"})
+    max_grad_norm: float = field(default=1.0, metadata={"help": "gradients are clipped to this norm"})
+    num_train_epochs: float = field(default=1.0, metadata={"help": "ignored when --max_steps is given"})
+    max_steps: int = field(default=-1, metadata={"help": "rollouts; -1: as many as the epochs hold"})
+    seed: int = field(default=42, metadata={"help": "of sampling"})
+    data_seed: int | None = field(default=None, metadata={"help": "of the records' order; default --seed"})
+    # machine
+    deepspeed: str = field(default=os.path.join(HERE, "ds_zero3.json"), metadata={"help": "DeepSpeed's JSON"})
+    zero_stage: int | None = field(default=None, metadata={"help": "0-3, overrides the JSON's"})
+    stall_timeout: int = field(default=600, metadata={"help": "seconds that a rank waits for another"})
+    # output
+    output_dir: str | None = field(default=None, metadata={"help": "default runs/<run_name>"})
+    run_name: str = field(default="grpo", metadata={"help": "names the output folder"})
+    report_to: str = field(default="none", metadata={"help": "none or wandb, beside metrics.jsonl"})
+    logging_steps: int = field(default=1, metadata={"help": "a line of metrics.jsonl every this many steps"})
+    log_completions: bool = field(default=True, metadata={"help": "write completions.jsonl on those steps"})
+    save_steps: int = field(default=500, metadata={"help": "a checkpoint every this many steps, and at the end"})
+    save_total_limit: int | None = field(default=None, metadata={"help": "keep the newest this many checkpoints"})
+    save_only_model: bool = field(default=False, metadata={"help": "weights alone: small, and cannot be resumed"})
+    resume_from_checkpoint: str | None = field(default=None, metadata={"help": "true (the newest), or a folder"})
+    eval_steps: int = field(default=0, metadata={"help": "evaluate every this many steps; 0: first and last only"})
+    eval_only: bool = field(default=False, metadata={"help": "evaluate the model and stop"})
 
-    def lap(name):
-        """Give the time since the last lap to a phase. On a GPU its work is waited for, so the seconds are its own."""
-        nonlocal began
-        if run.device.type == "cuda":
-            torch.cuda.synchronize()
-        began, times[name] = time.perf_counter(), time.perf_counter() - began
+    def __post_init__(self):
+        self.output_dir = self.output_dir or os.path.join("runs", self.run_name)
+        self.data_seed = self.seed if self.data_seed is None else self.data_seed
+        if self.torch_dtype == "auto":
+            self.torch_dtype = "bfloat16" if self.bf16 else "float32"
+        self.scale_rewards = {"true": "group", "false": "none"}.get(self.scale_rewards.lower(), self.scale_rewards)
+        self.reward_weights = self.reward_weights or [1.0] * len(self.reward_funcs)
+        check_arguments(self)
 
-    for prompts in loader:
-        seed_everything(args.seed, run.step, run.rank)
-        lap("wait_data")
-        # B prompts with their pictures are here, B others on every other rank.
 
-        batch = sample_phase(run, prompts)
-        lap("rollout")
-        # Each prompt has G completions, drawn from the policy as it is now.
+MINIMUM = {"num_generations": 2, "max_completion_length": 1, "num_iterations": 1, "per_device_train_batch_size": 1}
+MINIMUM |= {"max_tokens_per_forward": 1, "logging_steps": 1, "save_steps": 1, "stall_timeout": 1, "eval_steps": 0}
+MINIMUM |= {"beta": 0, "epsilon": 0, "learning_rate": 0, "weight_decay": 0, "max_grad_norm": 0, "warmup_ratio": 0}
+MINIMUM |= {"epsilon_high": 0, "delta": 0, "min_pixels": 1, "max_pixels": 1, "max_prompt_length": 1, "num_workers": -1}
+MINIMUM |= {"save_total_limit": 1, "val_split_ratio": 0}  # None, where it is the default, passes
+CHOICES = {
+    "loss_type": ("grpo", "dr_grpo", "dapo", "cispo"),
+    "importance_sampling_level": ("token", "sequence"),
+    "scale_rewards": ("group", "batch", "none"),
+    "lr_scheduler_type": ("linear", "cosine", "constant", "constant_with_warmup"),
+    "report_to": ("none", "wandb"),
+    "torch_dtype": ("bfloat16", "float32"),
+    "zero_stage": (None, 0, 1, 2, 3),
+}
 
-        score_phase(run, batch)
-        lap("reward")
-        # Each completion has a reward, or NaN where no function had an opinion.
 
-        everyone = compare_phase(run, batch)
-        lap("compare")
-        # Each completion has an advantage over its group, and every rank knows the step's sizes.
+def check_arguments(args):
+    """Raise ValueError for a flag that cannot be obeyed, naming it, its value and what would do."""
 
-        learned = update_phase(run, batch, everyone)
-        lap("update")
-        # The policy has moved, so these completions are no longer its own: they are thrown away.
+    def need(holds, name, cure):
+        if not holds:
+            raise ValueError(f"--{name} {getattr(args, name)}: {cure}")
 
-        run.step += 1
-        run.num_tokens += sum(G * sum(rank["prompts"]) + sum(rank["lengths"]) for rank in everyone)
-        metrics = step_metrics(run, everyone, learned, times) | {"epoch": run.step / per_epoch}
-        shown = {"reward": metrics["reward"], "IoU": metrics.get("rewards/accuracy/mean")}
-        bar.set_postfix({name: f"{value:.3f}" for name, value in shown.items() if value is not None}, refresh=False)
-        bar.update()
-        last = run.step == run.total
-        if last or run.step % args.logging_steps == 0:
-            log(metrics, batch_lines(run, batch) if args.log_completions else ())
-        if len(val_records) and (last or args.eval_steps and run.step % args.eval_steps == 0):
-            evaluation()
-        if last or run.step % args.save_steps == 0:
-            save_checkpoint(run)
-        began = time.perf_counter()
-    bar.close()
+    for name, least in MINIMUM.items():
+        need(getattr(args, name) is None or getattr(args, name) >= least, name, f"must be at least {least}")
+    for name, choices in CHOICES.items():
+        need(getattr(args, name) in choices, name, f"use one of {', '.join(str(c) for c in choices if c is not None)}")
+    need(args.temperature > 0, "temperature", "must be above 0: equal completions have nothing to compare")
+    need(args.val_split_ratio < 1, "val_split_ratio", "must be below 1")
+    need(args.num_train_epochs > 0, "num_train_epochs", "must be above 0")
+    need(
+        (args.min_pixels or 0) <= (args.max_pixels or math.inf), "min_pixels", f"is over --max_pixels {args.max_pixels}"
+    )
+    need(
+        args.bf16 or args.torch_dtype != "bfloat16", "bf16", "contradicts --torch_dtype bfloat16; leave one of them out"
+    )
+    need(args.loss_type != "cispo" or args.delta is None, "delta", "--loss_type cispo has no such bound; leave it out")
+    need(os.path.isfile(args.deepspeed), "deepspeed", "no such file; leave the flag out for ds_zero3.json")
+    need(args.warmup_ratio <= 1, "warmup_ratio", "must be at most 1")
+    need(args.loss_type != "cispo" or args.epsilon_high, "epsilon_high", "cispo needs it: it is the ratio's bound")
+    need(args.reward_funcs, "reward_funcs", "name at least one, such as accuracy")
+    count = len(args.reward_funcs)
+    need(len(args.reward_weights) == count, "reward_weights", f"give {count} numbers, one for each of --reward_funcs")
+    try:
+        checkpointing = json.loads(args.gradient_checkpointing_kwargs or "{}")
+    except ValueError:
+        checkpointing = None
+    known = checkpointing == {} or isinstance(checkpointing, dict) and list(checkpointing) == ["use_reentrant"]
+    known = known and isinstance(checkpointing.get("use_reentrant", False), bool)
+    need(known, "gradient_checkpointing_kwargs", "write '{\"use_reentrant\": false}', no other key is known")
+    if args.report_to == "wandb" and importlib.util.find_spec("wandb") is None:
+        need(False, "report_to", "the package is not installed: pip install wandb, or leave the flag out")
+    prompts_per_rank(args)
+
+
+def prompts_per_rank(args):
+    """B, the prompts a rank answers in a step. per_device_train_batch_size x gradient_accumulation_steps counts
+    completions and must hold whole groups, because a group is compared on one rank."""
+    b, G, a = args.per_device_train_batch_size, args.num_generations, args.gradient_accumulation_steps
+    if a == "auto":  # the smallest that gives at least 8 completions and whole groups
+        a = next(a for a in range(1, 8 * G + 1) if b * a >= 8 and b * a % G == 0)
+    elif not str(a).isdigit() or int(a) < 1:
+        raise ValueError(f"--gradient_accumulation_steps {a}: a number, or auto")
+    completions = b * int(a)
+    if completions % G:
+        low, high = completions // G * G, -(-completions // G) * G
+        near = " or ".join(str(c) for c in (low, high) if c)
+        raise ValueError(
+            f"--per_device_train_batch_size {b} x --gradient_accumulation_steps {a} = {completions} completions a GPU, "
+            f"not a multiple of --num_generations {G}; make the product {near}, or use accumulation auto"
+        )
+    return completions // G
+
+
+# --- The command -------------------------------------------------------------------------------------------------
 
 
 def main():
@@ -927,13 +967,14 @@ def main():
         run, model, train_records, val_records = start(args)
         if args.eval_only:
             records = val_records if len(val_records) else np.arange(len(run.dataset))
-            metrics, _ = evaluate(run, modeling.Policy(model).model, records)
+            modeling.Policy(model)  # switches the model to packed attention, which the sampler wants
+            metrics, _ = evaluate(run, model, records)
             if rank == "0":
                 print(json.dumps(metrics))
         else:
             train(run, model, train_records, val_records)
         status = 0
-    except SystemExit as stop:  # argparse: 0 for --help, 2 for a flag that it does not know
+    except SystemExit as stop:  # argparse: 0 after --help, 2 for a value that does not parse
         status = stop.code
     except (ValueError, data.DataError) as error:  # RewardError is a ValueError
         status = 2

@@ -11,6 +11,7 @@ quantisation, any family whose `model_type` is not in FAMILIES.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import json
@@ -392,6 +393,13 @@ class LogProbs(nn.Module):
         return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
 
 
+def hidden_states(model, row):
+    """A row through vision tower and decoder: (T, H)."""
+    ids, positions = row["input_ids"][None], row["position_ids"][:, None]  # (1, T), (3, T) -> (3, 1, T)
+    pictures = {name: row[name] for name in ("pixel_values", "image_grid_thw")}
+    return model.model(input_ids=ids, position_ids=positions, use_cache=False, packed=row, **pictures)[0][0]
+
+
 class Policy(nn.Module):
     """What the DeepSpeed engine wraps: a row in, log-probs of its completions out. Everything with weights runs in
     here, because a module called from outside the engine's forward skips ZeRO-3's hooks."""
@@ -406,14 +414,7 @@ class Policy(nn.Module):
 
     def forward(self, row):
         """A row of build_row -> log-probs (N, R) and entropies (N, R), float32, 0 where there is no token."""
-        hidden = self.model.model(
-            input_ids=row["input_ids"][None],
-            position_ids=row["position_ids"][:, None],  # (3, T) -> (3, 1, T)
-            pixel_values=row["pixel_values"],
-            image_grid_thw=row["image_grid_thw"],
-            use_cache=False,
-            packed=row,
-        ).last_hidden_state[0]  # (T, H)
+        hidden = hidden_states(self.model, row)  # (T, H)
         logps, entropy = self.head(hidden[row["predict_from"]], row["targets"])  # (M,)
         table = logps.new_zeros(row["shape"])  # (N, R)
         place = tuple(row["place"].T)
@@ -446,21 +447,21 @@ def gathered(engine):
 
     ZeRO-3 keeps 1/world of every parameter on a rank and gathers each layer in a hook before it runs. Sampling runs
     the layers thousands of times and not equally often on all ranks, so the weights are gathered once and the hooks
-    are taken off meanwhile. The attributes used are DeepSpeed's own, not a public interface (0.19.8).
+    are lifted off meanwhile. The same hook objects are put back: registering new ones would make DeepSpeed forget the
+    recorded order of modules, and with it the prefetching of the next layer's weights.
     """
     if engine.zero_optimization_stage() < 3:
         yield engine.module.model
         return
     import deepspeed
 
-    offload = engine.optimizer.parameter_offload
-    parameters = list(engine.module.parameters())
-    for parameter in parameters:
-        parameter.ds_active_sub_modules.clear()
-    offload._remove_module_hooks()
-    offload.forward_hooks, offload.backward_hooks = [], []
+    modules, names = list(engine.module.modules()), ("_forward_pre_hooks", "_forward_hooks")
+    hooks = [{name: getattr(module, name) for name in names} for module in modules]
     try:
-        with deepspeed.zero.GatheredParameters(parameters):
+        for module in modules:
+            vars(module).update({name: collections.OrderedDict() for name in names})
+        with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
             yield engine.module.model
     finally:
-        offload._register_deepspeed_module(offload.module)
+        for module, own in zip(modules, hooks, strict=True):
+            vars(module).update(own)

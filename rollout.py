@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import torch
 
-from model import build_row, placeholder_ids
+from model import build_row, hidden_states, placeholder_ids
 
 CHECK_EVERY = 8  # decode steps between two looks at which completions have ended: a look waits for the GPU
 OWN_BUCKET = 128  # a completion's own keys are read in multiples of this, so that short ones don't pay for long ones
@@ -78,14 +78,7 @@ class Decoder:
         Returns the last hidden state of each prompt (B, H)."""
         row = build_row([(prompt, []) for prompt in prompts], model.device)
         row["kv"] = {}
-        hidden = model.model(
-            input_ids=row["input_ids"][None],
-            position_ids=row["position_ids"][:, None],  # (3, T) -> (3, 1, T)
-            pixel_values=row["pixel_values"],
-            image_grid_thw=row["image_grid_thw"],
-            use_cache=False,
-            packed=row,
-        ).last_hidden_state[0]  # (T, H)
+        hidden = hidden_states(model, row)  # (T, H)
         extents = [(start, end) for start, end, _ in row["blocks"]]
         longest = max(end - start for start, end in extents)
         P = torch.tensor([end - start for start, end in extents], device=model.device)

@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import time
 
 import numpy as np
 import pytest
@@ -84,10 +85,46 @@ def test_resumed_run_equals_an_undisturbed_one_bit_for_bit(checkpoints, pictures
     weights = [M.load_policy(str(folder / "checkpoint-6"), torch_dtype="float32")[0] for folder in (whole, parts)]
     for a, b in zip(weights[0].parameters(), weights[1].parameters(), strict=True):
         assert torch.equal(a, b)
-    with pytest.raises(AssertionError, match="2 ranks and there are 1 now"):
-        run_ranks(1, run_once, make(parts, max_steps=9, resume_from_checkpoint="true"))
-    with pytest.raises(AssertionError, match="--resume_from_checkpoint true, or give another --run_name"):
-        run_ranks(1, run_once, make(parts, max_steps=9))
+
+
+def test_what_cannot_be_resumed_says_what_can_be_done(checkpoints, pictures, tmp_path, reward_file):
+    make = functools.partial(flags, checkpoints["qwen2_5_vl"], pictures, tmp_path, reward_funcs=[reward_file])
+    run_ranks(1, run_once, make(max_steps=2, save_steps=1, save_only_model=False, zero_stage=2))
+    again = functools.partial(make, max_steps=9, resume_from_checkpoint="true")
+    older = str(tmp_path / "checkpoint-1")
+    for world, args, message in (
+        (2, again(zero_stage=2), "number of ranks 1, now it is 2"),
+        (1, again(zero_stage=3), "--zero_stage 2, now it is 3"),
+        (1, make(max_steps=9), "--resume_from_checkpoint true, or give another --run_name"),
+        (1, again(resume_from_checkpoint=older), "holds checkpoint-2; move it away"),
+        (1, again(resume_from_checkpoint=str(pictures)), "no state.json there"),
+    ):
+        with pytest.raises(AssertionError, match=message):
+            run_ranks(world, run_once, args)
+    run_ranks(1, run_once, again(max_steps=3, zero_stage=2))
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3]
+
+
+def test_nothing_to_train_on_or_to_evaluate_is_an_error(checkpoints, pictures, tmp_path):
+    (tmp_path / "val.yaml").write_text(
+        json.dumps({"datasets": [{"json_path": str(pictures / "a.jsonl"), "split": "val"}]})
+    )
+    alone = {"data_file_paths": None, "image_folders": None, "dataset_name": str(tmp_path / "val.yaml")}
+    alone |= {"image_root": str(pictures)}
+    for more, message in ((alone, "no records to train on"), ({"eval_steps": 1}, "nothing is held out")):
+        with pytest.raises(AssertionError, match=message):
+            run_ranks(1, run_once, flags(checkpoints["qwen2_5_vl"], pictures, tmp_path / "out", **more))
+
+
+def test_packing_may_take_longer_than_a_stall(checkpoints, pictures, tmp_path, reward_file, monkeypatch):
+    """Rank 0 packs while the others wait, and a large set takes longer than any step may."""
+    packed = grpo.data.ensure_packed
+    monkeypatch.setattr(grpo.data, "ensure_packed", lambda *sources: [time.sleep(6), packed(*sources)][1])
+    args = flags(
+        checkpoints["qwen2_5_vl"], pictures, tmp_path, reward_funcs=[reward_file], max_steps=1, stall_timeout=3
+    )
+    run_ranks(2, run_once, args)
+    assert len(lines(tmp_path)) == 1
 
 
 @pytest.mark.parametrize("family", M.FAMILIES)
@@ -113,7 +150,8 @@ def test_saved_weights_are_the_trained_ones(checkpoints, pictures, tmp_path, rew
 
 def evaluate_once(args):
     run, model, _, val_records = grpo.start(args)
-    return grpo.evaluate(run, M.Policy(model).model, val_records)[0]
+    M.Policy(model)
+    return grpo.evaluate(run, model, val_records)[0]
 
 
 def test_metrics_and_completions_files(checkpoints, pictures, tmp_path):
@@ -190,9 +228,10 @@ def test_every_auto_is_filled_and_flags_decide(checkpoints, pictures, tmp_path, 
     assert config["optimizer"]["params"]["lr"] == 3e-6 and config["optimizer"]["params"]["weight_decay"] == 0.1
     args.zero_stage = 1
     assert grpo.deepspeed_config(args, 2, 64, "cpu")["zero_optimization"]["stage"] == 1
-    for contradiction in ({"train_batch_size": 999}, {"gradient_clipping": 0.5}, {"fp16": {"enabled": True}}):
+    rate = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-5}}}
+    for contradiction in ({"train_batch_size": 999}, {"gradient_clipping": 0.5}, {"fp16": {"enabled": True}}, rate):
         args.deepspeed = zero_file(tmp_path, "zero2", **contradiction)
-        with pytest.raises(ValueError, match=next(iter(contradiction))):
+        with pytest.raises(ValueError, match="lr is 1e-05" if contradiction is rate else next(iter(contradiction))):
             grpo.deepspeed_config(args, 2, 64, "cpu")
     small = {"zero_optimization": {"stage": 3, "reduce_bucket_size": 1e6}}
     args.deepspeed = zero_file(tmp_path, "zero3", **small)

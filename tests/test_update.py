@@ -42,9 +42,12 @@ def train_fixed(folder, out, world, **flags):
     model, processor = grpo.load_policy(args, device)
     run = grpo.Run(args, rank, world, device, processor, eos=[0], pad=0, total=STEPS)
     run.engine = grpo.start_engine(args, model, world, device)
-    run.reference = grpo.start_reference(args, world, device) if args.beta > 0 else None
+    if args.beta > 0:
+        run.reference = grpo.start_engine(args, grpo.load_policy(args, device)[0], world, device, trained=False)
     metrics = []
     for run.step in range(STEPS):
+        with M.gathered(run.engine):  # a rollout lies between two updates
+            pass
         prompts, tokens, mask, scores = fixed_step(model, processor, run.step)
         B = len(prompts) // world
         mine = slice(rank * B * G, (rank + 1) * B * G)
@@ -54,6 +57,9 @@ def train_fixed(folder, out, world, **flags):
         batch["sampler_logps"] = torch.zeros(B * G, 10)
         everyone = grpo.compare_phase(run, batch)
         metrics.append(grpo.update_phase(run, batch, everyone))
+    if args.zero_stage == 3 and args.max_tokens_per_forward == 4096:
+        # the order of modules is known after the first step, so the next layer's weights can be fetched ahead
+        assert run.engine.optimizer.parameter_offload.get_param_coordinator().is_complete_trace()
     with M.gathered(run.engine) as whole:
         weights = {name: parameter.detach().clone().numpy() for name, parameter in whole.named_parameters()}
     return weights, metrics
@@ -71,7 +77,7 @@ def train_plainly(folder, loss_type="grpo", iterations=1, beta=0.0):
         lengths = mask.sum(1).tolist()
         groups = scores.view(-1, G)
         advantages = ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)).flatten()
-        old = None
+        old, losses = None, []
         for _ in range(iterations):
             total = 0.0
             now = []
@@ -94,11 +100,12 @@ def train_plainly(folder, loss_type="grpo", iterations=1, beta=0.0):
                     total = total + token.sum() / sum(lengths)
                 else:
                     total = total + token.sum() / (len(now) * 10)
+            losses.append(total.item())
             optimizer.zero_grad()
             total.backward()
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
-        metrics.append({"loss": total.item(), "grad_norm": norm.item()})
+        metrics.append({"loss": sum(losses) / iterations, "grad_norm": norm.item()})
     return {name: parameter.detach().numpy() for name, parameter in model.named_parameters()}, metrics
 
 
