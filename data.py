@@ -68,7 +68,7 @@ class DataError(Exception):
 
 def parse_sources(data_file_paths=None, image_folders=None, dataset_name=None, image_root=None):
     """The four flags -> [(json, jsonl or yaml path, image folder or None)], as `pack` and `ensure_packed` take it."""
-    if bool(data_file_paths) == bool(dataset_name):
+    if bool(data_file_paths) == bool(dataset_name) or (image_root if data_file_paths else image_folders):
         raise DataError("give --data_file_paths with --image_folders, or --dataset_name (a yaml) with --image_root")
     if dataset_name:
         return [(dataset_name, image_root)]

@@ -9,7 +9,8 @@ vLLM, the repeated prompt.
     bash launch.sh                                          a tiny model on synthetic pictures, on any machine
     bash launch.sh --model_name_or_path Qwen/Qwen2.5-VL-3B-Instruct --data_file_paths a.jsonl --image_folders dir
 
-Read `train` first: it is the algorithm in time order. The maths stands above it and does no input or output.
+The file is in time order: `start` and `train`, the phases of a step, their maths (which does no input or output), a
+run's files, DeepSpeed's part, the flags.
 """
 
 from __future__ import annotations
