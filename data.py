@@ -209,6 +209,8 @@ def pack(sources, output, fingerprint=bytes(32)):
     output, sources = os.path.abspath(os.fspath(output)), _expand(sources)
     if os.path.isdir(output) or os.path.realpath(output) in {os.path.realpath(s.json_path) for s in sources}:
         raise DataError(f"{output} is a folder, or one of the sources; give --output a file of its own")
+    if os.path.exists(output) and not os.path.isfile(output):  # a rename would replace a device
+        raise DataError(f"{output} is no ordinary file; give --output another name")
     temporary = f"{output}.{os.getpid()}-{os.urandom(4).hex()}.tmp"  # the same folder, where a rename is atomic
     try:
         with open(temporary, "wb") as out:

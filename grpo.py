@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import datetime
+import fcntl
 import functools
 import importlib.util
 import json
@@ -26,6 +28,7 @@ import math
 import os
 import random
 import shutil
+import signal
 import socket
 import sys
 import time
@@ -53,8 +56,11 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 
 def start(args):
     """Processes, model and data: returns (run, model, training records, held-out records)."""
+    reward_funcs = [rewards.load_reward(spec) for spec in args.reward_funcs]  # what a typo stops, stops it at once
+    sources = data.parse_sources(args.data_file_paths, args.image_folders, args.dataset_name, args.image_root)
     rank, world, device = start_processes(args)
-    os.makedirs(args.output_dir, exist_ok=True)
+    if rank == 0 and not args.eval_only:
+        claim_folder(args.output_dir)
     model, processor = load_policy(args, device)
     name, reason = model.attention_choice
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -64,14 +70,13 @@ def start(args):
     eos = modeling.eos_token_ids(model, tokenizer)
     pad = eos[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     run = Run(args, rank, world, device, processor, eos, pad)
-    run.reward_funcs = [rewards.load_reward(spec) for spec in args.reward_funcs]
+    run.reward_funcs = reward_funcs
     options = {"question_template": args.question_template, "max_prompt_length": args.max_prompt_length}
     run.encode = functools.partial(data.encode_prompt, processor=processor, **options)
     # Rank 0 packs the sources and looks for checkpoints: one decision for all. The others wait, which for a large set
     # takes longer than any step may, hence a group with a patience of its own.
     found = [None, None]
     if rank == 0:
-        sources = data.parse_sources(args.data_file_paths, args.image_folders, args.dataset_name, args.image_root)
         found[0] = os.path.abspath(data.ensure_packed(sources, args.output_dir))
         found[1] = None if args.eval_only else checkpoint_to_resume(args)
     patient = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=1))
@@ -386,7 +391,7 @@ def evaluate(run, model, records):
         values = np.array([value for rank in everyone for value in rank[name] if value is not None])
         metrics["eval/iou" if name == "accuracy" else f"eval/{name}"] = float(values.mean()) if len(values) else None
         if name == "accuracy":
-            metrics["eval/accuracy"] = float((values >= 0.5).mean())
+            metrics["eval/accuracy"] = float((values >= 0.5).mean()) if len(values) else None
     return metrics, lines
 
 
@@ -570,8 +575,9 @@ class Log:
             if run.resumed and os.path.exists(path):  # drop what a run that died wrote after its last checkpoint
                 with open(path, encoding="utf-8") as file:
                     kept = [line for line in file if line.endswith("\n") and json.loads(line)["step"] <= run.step]
-            with open(path, "w", encoding="utf-8") as file:
+            with open(path + ".tmp", "w", encoding="utf-8") as file:
                 file.writelines(kept)
+            os.replace(path + ".tmp", path)
         if self.writes and run.args.report_to == "wandb":
             import wandb
 
@@ -586,6 +592,24 @@ class Log:
                 file.writelines(json.dumps(entry, ensure_ascii=False, default=str) + "\n" for entry in entries)
         if self.wandb:
             self.wandb.log(metrics, step=metrics["step"])
+
+
+def claim_folder(folder):
+    """Make the run's folder and lock it against a second run; clear what a killed save left. The lock ends with the
+    process, however that ends."""
+    try:
+        os.makedirs(folder, exist_ok=True)
+        lock = os.open(os.path.join(folder, ".lock"), os.O_CREAT | os.O_WRONLY)  # left open for the life of the process
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # this process's alone: data workers do not inherit it
+    except BlockingIOError as error:
+        raise ValueError(
+            f"--output_dir {folder}: another run is writing there; wait for it, or give another"
+        ) from error
+    except OSError as error:
+        raise ValueError(f"--output_dir {folder} cannot be written ({error}); give another") from error
+    for name in os.listdir(folder):
+        if name.startswith("checkpoint-") and name.endswith(".tmp"):
+            shutil.rmtree(os.path.join(folder, name))
 
 
 def save_weights(engine, processor, folder):
@@ -879,7 +903,13 @@ MINIMUM = {"num_generations": 2, "max_completion_length": 1, "num_iterations": 1
 MINIMUM |= {"max_tokens_per_forward": 1, "logging_steps": 1, "save_steps": 1, "stall_timeout": 1, "eval_steps": 0}
 MINIMUM |= {"beta": 0, "epsilon": 0, "learning_rate": 0, "weight_decay": 0, "max_grad_norm": 0, "warmup_ratio": 0}
 MINIMUM |= {"epsilon_high": 0, "delta": 0, "min_pixels": 1, "max_pixels": 1, "max_prompt_length": 1, "num_workers": -1}
-MINIMUM |= {"save_total_limit": 1, "val_split_ratio": 0}  # None, where it is the default, passes
+MINIMUM |= {
+    "save_total_limit": 1,
+    "val_split_ratio": 0,
+    "seed": 0,
+    "data_seed": 0,
+    "temperature": 1e-6,
+}  # None, where it is the default, passes
 CHOICES = {
     "loss_type": ("grpo", "dr_grpo", "dapo", "cispo"),
     "importance_sampling_level": ("token", "sequence"),
@@ -902,7 +932,18 @@ def check_arguments(args):
         need(getattr(args, name) is None or getattr(args, name) >= least, name, f"must be at least {least}")
     for name, choices in CHOICES.items():
         need(getattr(args, name) in choices, name, f"use one of {', '.join(str(c) for c in choices if c is not None)}")
-    need(args.temperature > 0, "temperature", "must be above 0: equal completions have nothing to compare")
+    for name in vars(args):
+        values = getattr(args, name) if name == "reward_weights" else [getattr(args, name)]
+        need(all(math.isfinite(v) for v in values if isinstance(v, float)), name, "must be finite")
+    need(
+        args.max_steps == -1 or args.max_steps > 0, "max_steps", "must be above 0, or -1 for as many as the epochs hold"
+    )
+    need("{Question}" in args.question_template, "question_template", "must say where the {Question} goes")
+    need(
+        not (args.eval_only and args.resume_from_checkpoint),
+        "eval_only",
+        "evaluates --model_name_or_path; name it there",
+    )
     need(args.val_split_ratio < 1, "val_split_ratio", "must be below 1")
     need(args.num_train_epochs > 0, "num_train_epochs", "must be above 0")
     need(
@@ -936,7 +977,7 @@ def prompts_per_rank(args):
     b, G, a = args.per_device_train_batch_size, args.num_generations, args.gradient_accumulation_steps
     if a == "auto":  # the smallest that gives at least 8 completions and whole groups
         a = next(a for a in range(1, 8 * G + 1) if b * a >= 8 and b * a % G == 0)
-    elif not str(a).isdigit() or int(a) < 1:
+    elif not str(a).isdecimal() or int(a) < 1:
         raise ValueError(f"--gradient_accumulation_steps {a}: a number, or auto")
     completions = b * int(a)
     if completions % G:
@@ -955,16 +996,14 @@ def prompts_per_rank(args):
 def main():
     """Parse, train, and leave the status where launch.sh finds it: 0, 2 for what the user can mend, 1 for the rest."""
     status, rank = 1, os.environ.get("RANK", "0")
+    if "RANK" in os.environ and sys.platform == "linux":  # a rank ends with its launcher, however that ends
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
     for said in ("`torch.distributed", "barrier"):  # of DeepSpeed's calls, which we cannot change
         warnings.filterwarnings("ignore", message=said)
     transformers.utils.logging.disable_progress_bar()
     folder = output_folder(sys.argv[1:])
     try:
-        with open(os.devnull, "w") as silence, contextlib.ExitStack() as quiet:
-            if rank != "0":  # one usage message is enough
-                quiet.enter_context(contextlib.redirect_stderr(silence))
-                quiet.enter_context(contextlib.redirect_stdout(silence))
-            (args,) = HfArgumentParser(Arguments).parse_args_into_dataclasses()
+        args = parse_arguments(quiet=rank != "0")
         run, model, train_records, val_records = start(args)
         if args.eval_only:
             records = val_records if len(val_records) else np.arange(len(run.dataset))
@@ -975,20 +1014,39 @@ def main():
         else:
             train(run, model, train_records, val_records)
         status = 0
-    except SystemExit as stop:  # argparse: 0 after --help, 2 for a value that does not parse
-        status = stop.code
     except (ValueError, data.DataError) as error:  # RewardError is a ValueError
         status = 2
         print(f"grpo.py, rank {rank}: {error}", file=sys.stderr)
     except Exception:
         traceback.print_exc()
-    if rank == "0" and (status or os.path.isdir(folder)):
-        os.makedirs(folder, exist_ok=True)
-        with open(os.path.join(folder, "exit_status"), "w") as file:
-            file.write(f"{status}\n")
+    leave_status(folder, status, rank)
     if dist.is_initialized():
         dist.destroy_process_group()
     sys.exit(status)
+
+
+def parse_arguments(quiet):
+    """The flags, or the end of the process: argparse prints its help or the fault, once and not on every rank."""
+    with open(os.devnull, "w") as nowhere, contextlib.ExitStack() as stack:
+        if quiet:
+            stack.enter_context(contextlib.redirect_stderr(nowhere))
+            stack.enter_context(contextlib.redirect_stdout(nowhere))
+        try:
+            return HfArgumentParser(Arguments, allow_abbrev=False).parse_args_into_dataclasses()[0]
+        except SystemExit as stop:  # 0 after --help, 2 for a value that does not parse
+            leave_status(output_folder(sys.argv[1:]), stop.code, "1" if quiet else "0")
+            raise
+
+
+def leave_status(folder, status, rank):
+    if rank != "0" or (status == 0 and not os.path.isdir(folder)):
+        return
+    try:
+        os.makedirs(folder, exist_ok=True)
+        with open(os.path.join(folder, "exit_status"), "w") as file:
+            file.write(f"{status}\n")
+    except OSError as error:
+        print(f"grpo.py: exit_status {status} cannot be written to {folder}: {error}", file=sys.stderr)
 
 
 def output_folder(words):

@@ -121,6 +121,11 @@ if [[ $node_rank == 0 ]]; then rm -f -- "$output/exit_status"; fi
 status=0
 run "${settings[@]}" "$python" -m torch.distributed.run --nnodes "$nodes" --node_rank "$node_rank" \
   --nproc_per_node "$nproc" --master_addr "$address" --master_port "$port" "$here/grpo.py" "$@" || status=$?
-if [[ $node_rank == 0 && -s $output/exit_status ]]; then status=$(<"$output/exit_status"); fi
-if [[ $status == 0 && $draw == yes && $node_rank == 0 ]]; then run "$python" "$here/tools/monitor.py" "$output"; fi
+if [[ $node_rank == 0 && -s $output/exit_status ]]; then
+  written=$(<"$output/exit_status")
+  if [[ $written =~ ^[0-9]+$ ]]; then status=$written; fi
+fi
+if [[ $status == 0 && $draw == yes && $node_rank == 0 ]]; then
+  run "$python" "$here/tools/monitor.py" "$output" || echo "launch.sh: the run is whole, its curves could not be drawn" >&2
+fi
 exit "$status"

@@ -62,7 +62,7 @@ class Processor:
     image_token = "<|image_pad|>"
 
     def __init__(self, path, model_type, **pixel_limits):
-        self.tokenizer = AutoTokenizer.from_pretrained(path)
+        self.tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
         self.image_processor = Qwen2VLImageProcessorPil.from_pretrained(path, **pixel_limits)
         _, self.class_name, self.box_scale = FAMILIES[model_type]
         template = self.tokenizer.chat_template or ""
@@ -104,7 +104,7 @@ def load_policy(
     if path.startswith(("/", "./", "../", "~")) and not os.path.isdir(os.path.expanduser(path)):
         raise ValueError(f"--model_name_or_path {path}: no such folder; give a checkpoint's folder or a hub name")
     path = os.path.expanduser(path)
-    model_type = AutoConfig.from_pretrained(path).model_type
+    model_type = AutoConfig.from_pretrained(path, trust_remote_code=False).model_type
     if model_type not in FAMILIES:
         raise ValueError(
             f"--model_name_or_path {path}: its config.json says model_type {model_type!r}, and this code knows "
@@ -116,9 +116,17 @@ def load_policy(
         # float16 overflows in Qwen's activations and would need a loss scale; nothing here provides one
         raise ValueError(f"--torch_dtype {torch_dtype}: use bfloat16 or float32")
     attention, reason = select_attention(attn_implementation, device, dtype)
-    model = getattr(transformers, FAMILIES[model_type][0]).from_pretrained(
-        path, dtype=dtype, attn_implementation=attention, use_safetensors=True
+    index = os.path.join(path, "model.safetensors.index.json")
+    if os.path.isfile(index):  # use_safetensors below does not look at what an index names
+        with open(index) as file:
+            shards = set(json.load(file)["weight_map"].values())
+        if not all(name.endswith(".safetensors") for name in shards):
+            raise ValueError(f"{index} names files that are no safetensors, which could run code when they are read")
+    model, report = getattr(transformers, FAMILIES[model_type][0]).from_pretrained(
+        path, dtype=dtype, attn_implementation=attention, use_safetensors=True, output_loading_info=True
     )
+    if report["missing_keys"]:  # transformers fills them with random numbers
+        raise ValueError(f"{path} lacks {len(report['missing_keys'])} tensors, {min(report['missing_keys'])} for one")
     model.attention_choice = (attention, reason)
     limits = {name: value for name, value in (("min_pixels", min_pixels), ("max_pixels", max_pixels)) if value}
     processor = Processor(path, model_type, **limits)
@@ -131,7 +139,10 @@ def eos_token_ids(model, tokenizer):
     """Every id that ends a completion: the generation config's (often a list) and the tokenizer's own."""
     ids = model.generation_config.eos_token_id
     ids = list(ids) if isinstance(ids, (list, tuple)) else [ids]
-    return sorted({token for token in [*ids, tokenizer.eos_token_id] if token is not None})
+    ids = sorted({token for token in [*ids, tokenizer.eos_token_id] if token is not None})
+    if not ids:
+        raise ValueError("neither generation_config.json nor the tokenizer has an eos token: no completion could end")
+    return ids
 
 
 def placeholder_ids(config):

@@ -11,6 +11,7 @@ import math
 import re
 import reprlib
 import runpy
+import warnings
 
 
 class RewardError(ValueError):
@@ -88,13 +89,17 @@ def iou_reward(prompts, completions, solution, image_size=None, model_size=None,
     width / width, y by height / height. Where `model_size` is None the answer is in original pixels already.
 
     Boxes are continuous (x2 - x1 is the width, no + 1); x2 <= x1 or y2 <= y1 scores 0.0. A solution is a JSON value
-    with a box, or its text, also in answer tags; one without is a fault in the data, no bad answer: ValueError.
+    with a box, or its text, also in answer tags; one without is no bad answer but another task's, or a fault in the
+    data: None, and a warning.
     """
     image_sizes = [None] * len(completions) if image_size is None else image_size
     model_sizes = [None] * len(completions) if model_size is None else model_size
     rewards = []
     for completion, truth, original, frame in zip(completions, solution, image_sizes, model_sizes, strict=True):
         truth = _true_box(truth)
+        if truth is None:
+            rewards.append(None)
+            continue
         box = parse_box(completion_text(completion))
         if box is not None and frame is not None:
             if original is None:
@@ -124,8 +129,10 @@ def completion_text(completion):
 def _true_box(solution):
     text = solution if isinstance(solution, str) else json.dumps(solution, default=lambda array: array.tolist())
     box = parse_box(text)
-    if box is None:
-        raise ValueError(f"solution {reprlib.repr(solution)} is no box: it must be a list of four numbers or its JSON")
+    if box is None:  # said once a solution; a run of days does not end over one record
+        warnings.warn(
+            f"solution {reprlib.repr(solution)} is no box: accuracy has no opinion on its answers", stacklevel=2
+        )
     return box
 
 
@@ -151,7 +158,7 @@ def load_reward(spec):
         raise RewardError(f"reward function {spec!r} is none of {', '.join(BUILT_IN)}, nor path/to/file.py:function")
     try:
         found = runpy.run_path(path)
-    except Exception as error:  # whatever a user's file raises, FileNotFoundError among it
+    except (Exception, SystemExit) as error:  # whatever a user's file raises, FileNotFoundError among it
         raise RewardError(f"reward function {spec!r}: running {path} raised {error!r}; correct it") from error
     function = found.get(name)
     if not callable(function):
@@ -171,7 +178,7 @@ def score(reward_funcs, prompts, completions, columns):
             raise RewardError(f"two reward functions are called {name}: rename one, metrics are logged by name")
         try:
             values = function(prompts=prompts, completions=completions, **columns)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             culprit = _first_raising(function, prompts, completions, columns)
             raise RewardError(f"reward function {name} raised {error!r} for {culprit}") from error
         values = values.tolist() if hasattr(values, "tolist") else values  # numpy and torch
@@ -184,12 +191,16 @@ def score(reward_funcs, prompts, completions, columns):
 
 def _number(name, index, value):
     try:
-        finite = value is None or math.isfinite(value)  # bool, numpy and torch scalars are fine
+        finite = (
+            value is None or math.isfinite(value) and abs(value) <= 1e30
+        )  # bool, numpy and torch scalars too; float32 ends at 3e38
     except (TypeError, ValueError, OverflowError, RuntimeError):
         finite = False
     if not finite:
         returned = f"{reprlib.repr(value)} ({type(value).__name__}) for completion {index}"
-        raise RewardError(f"reward function {name} returned {returned}: give a finite number, or None for no opinion")
+        raise RewardError(
+            f"reward function {name} returned {returned}: give a number within 1e30, or None for no opinion"
+        )
     return None if value is None else float(value)
 
 
@@ -199,7 +210,7 @@ def _first_raising(function, prompts, completions, columns):
         try:
             one = {key: column[i : i + 1] for key, column in columns.items()}
             function(prompts=prompts[i : i + 1], completions=[completion], **one)
-        except Exception:
+        except (Exception, SystemExit):
             return f"completion {i}: {reprlib.repr(completion)}"
     return f"the {len(completions)} completions together, though for none of them alone"
 

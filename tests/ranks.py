@@ -40,5 +40,7 @@ def run_ranks(world, function, *arguments, timeout=120):
             found[rank] = value
     finally:
         for child in children:
-            child.kill() if len(found) < world else child.join(10)
+            if len(found) < world:
+                child.kill()
+            child.join(10)
     return [found[rank] for rank in range(world)]

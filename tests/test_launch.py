@@ -1,7 +1,7 @@
 """launch.sh as a user starts it: quoting, ports, the printed command, exit status, signals, .venv.
 
-Most runs here end before training (the model folder does not exist), so that what is seen is launch.sh's work; two
-train for two steps.
+Most runs here end before training (the model folder does not exist), so that what is seen is launch.sh's work; the last
+ones train.
 """
 
 import json
@@ -112,23 +112,42 @@ def until(condition, seconds=60):
         time.sleep(0.05)
 
 
+def training(folder, checkpoints):
+    """Flags of a run of two steps on four pictures, which are written below a folder with a space in its name."""
+    rng = np.random.default_rng(0)
+    (folder / "my pictures").mkdir()
+    with open(folder / "my pictures" / "a.jsonl", "w") as file:
+        for i in range(4):
+            Image.fromarray(rng.integers(0, 255, (56, 84, 3), dtype=np.uint8)).save(folder / "my pictures" / f"{i}.png")
+            file.write(json.dumps({"image": f"{i}.png", "problem": f"box {i}", "solution": [1, 2, 30, 40]}) + "\n")
+    flags = "--bf16 false --num_generations 2 --per_device_train_batch_size 2 --max_completion_length 4 --max_steps 2"
+    words = ["--model_name_or_path", checkpoints["qwen2_5_vl"], "--data_file_paths", "my pictures/a.jsonl"]
+    return [*words, "--image_folders", "my pictures", *flags.split()]
+
+
 @pytest.mark.parametrize("number, status", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_two_processes_with_the_variables_given_and_a_signal_ends_them_all(tmp_path, number, status):
-    token = f"{MISSING} {tmp_path}"  # found in the command lines of these processes alone
+def test_a_signal_in_a_step_of_two_processes_ends_them_all(tmp_path, checkpoints, number, status):
+    """The reward function stops the step for as long as the signal needs; the variables given reach torchrun."""
+    (tmp_path / "slow.py").write_text(
+        "import pathlib, time\n"
+        "def slow(prompts, completions, **columns):\n"
+        "    pathlib.Path('reached').touch()\n"
+        "    time.sleep(60)\n"
+    )
     stale = tmp_path / "runs" / "first try" / "exit_status"
     stale.parent.mkdir(parents=True)
     stale.write_text("0")
-    command = ["bash", ROOT / "launch.sh", "--run_name=first try", "--model_name_or_path", token]
+    command = ["bash", ROOT / "launch.sh", "--run_name=first try", *training(tmp_path, checkpoints), "--reward_funcs"]
+    command.append(f"{tmp_path}/slow.py:slow")
     variables = {"NPROC": "2", "MASTER_PORT": "23457", "MASTER_ADDR": "localhost", "OMP_NUM_THREADS": "1"}
     log = tmp_path / "log"
     with open(log, "wb") as file:
         started = subprocess.Popen(command, cwd=tmp_path, env=environment(**variables), stdout=file, stderr=file)
-    # launch.sh, torchrun and two workers, the latter still importing
-    until(lambda: len(processes_with(token)) >= 4 or started.poll() is not None)
+    until(lambda: (tmp_path / "reached").exists() or started.poll() is not None, seconds=120)
     assert started.poll() is None, log.read_text()
     started.send_signal(number)
-    assert started.wait(timeout=40) == status, log.read_text()
-    assert processes_with(token) == []
+    assert started.wait(timeout=50) == status, log.read_text()
+    assert processes_with(command[-1]) == []
     assert not stale.exists()
     command = printed_command(log.read_text())
     assert option(command, "--nproc_per_node") == "2" and "OMP_NUM_THREADS=1" in command
@@ -186,16 +205,7 @@ def test_a_version_out_of_bounds_counts_as_missing(tmp_path):
 @pytest.mark.parametrize("processes", ["1", "2"])
 def test_training_under_zero_3(tmp_path, checkpoints, processes):
     """The whole way as a user goes it: torchrun, gloo, ZeRO-3, metrics, checkpoint, curves and page."""
-    rng = np.random.default_rng(0)
-    folder = tmp_path / "my pictures"
-    folder.mkdir()
-    with open(folder / "a.jsonl", "w") as file:
-        for i in range(4):
-            Image.fromarray(rng.integers(0, 255, (56, 84, 3), dtype=np.uint8)).save(folder / f"{i}.png")
-            file.write(json.dumps({"image": f"{i}.png", "problem": f"box {i}", "solution": [1, 2, 30, 40]}) + "\n")
-    flags = "--bf16 false --num_generations 2 --per_device_train_batch_size 2 --max_completion_length 4 --max_steps 2"
-    words = ["--model_name_or_path", checkpoints["qwen2_5_vl"], "--data_file_paths", "my pictures/a.jsonl"]
-    words += ["--image_folders", "my pictures", "--output_dir", "my run", *flags.split()]
+    words = [*training(tmp_path, checkpoints), "--output_dir", "my run"]
     done = launch(*words, cwd=tmp_path, NPROC=processes)
     assert done.returncode == 0, done.stdout
     assert f"batch: {processes} ranks x 4 prompts x 2 completions" in done.stdout

@@ -207,3 +207,22 @@ def test_freezing_vision_leaves_the_rest_trainable(checkpoints):
     frozen = {name for name, parameter in policy.named_parameters() if not parameter.requires_grad}
     assert frozen and all("visual" in name for name in frozen)
     assert not any(p.requires_grad for p in policy.model.visual.parameters())
+
+
+def test_a_checkpoint_that_lacks_tensors_or_names_pickles_is_refused(checkpoints, tmp_path):
+    """transformers would fill the holes with random weights, and read whatever file an index names."""
+    import json
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path / "lacking"
+    shutil.copytree(checkpoints["qwen2_5_vl"], folder)
+    tensors = load_file(folder / "model.safetensors")
+    gone = next(name for name in tensors if "mlp" in name)
+    save_file({n: t for n, t in tensors.items() if n != gone}, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match="lacks 1 tensors"):
+        M.load_policy(str(folder), torch_dtype="float32")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "w.bin")}))
+    with pytest.raises(ValueError, match="no safetensors"):
+        M.load_policy(str(folder), torch_dtype="float32")

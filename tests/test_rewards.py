@@ -236,9 +236,9 @@ def test_solutions_and_completions_in_every_accepted_form():
 @pytest.mark.parametrize(
     "solution", ["no box", [1, 2, 3], [1, 2, 3, math.nan], "<answer>[1,2,3,4]", None, 7, [{"size": [1, 2, 3, 4]}]]
 )
-def test_a_solution_without_a_box_is_an_error_not_a_zero(solution):
-    with pytest.raises(ValueError, match="solution .* is no box"):
-        iou_reward([""], ["[1, 2, 3, 4]"], [solution])
+def test_a_solution_without_a_box_gets_no_opinion_not_a_zero(solution):
+    with pytest.warns(UserWarning, match="solution .* is no box"):
+        assert iou_reward(["", ""], ["[1, 2, 3, 4]"] * 2, [solution, [1, 2, 3, 4]]) == [None, 1.0]
 
 
 def test_columns_of_another_length_and_half_a_pair_of_sizes_are_errors():

@@ -245,3 +245,45 @@ def test_shipped_json_is_what_the_readme_says():
     zero = config["zero_optimization"]
     assert (zero["stage"], zero["overlap_comm"], zero["contiguous_gradients"]) == (3, True, False)
     assert zero["reduce_bucket_size"] == 1e8 and zero["offload_optimizer"]["device"] == "none"
+
+
+def test_a_folder_belongs_to_one_run_and_is_cleared_of_half_saves(tmp_path):
+    (tmp_path / "checkpoint-3.tmp").mkdir()
+    grpo.claim_folder(str(tmp_path))
+    assert not (tmp_path / "checkpoint-3.tmp").exists()
+    with pytest.raises(AssertionError, match="another run is writing there"):
+        run_ranks(1, grpo.claim_folder, str(tmp_path))
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="cannot be written"):
+        grpo.claim_folder(str(tmp_path / "file" / "run"))
+
+
+def main_with(*words):
+    """grpo's command in this process; its exit status."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["grpo.py", *words])
+        with pytest.raises(SystemExit) as stop:
+            grpo.main()
+    return stop.value.code
+
+
+def test_statuses_are_left_for_launch_sh(checkpoints, pictures, tmp_path, capfd):
+    """0; 2 with one line for what the user can mend, a reward function that exits among it."""
+    (tmp_path / "r.py").write_text("def leave(prompts, completions, **columns):\n    raise SystemExit(0)\n")
+    base = ["--model_name_or_path", checkpoints["qwen2_5_vl"], "--data_file_paths", str(pictures / "a.jsonl")]
+    base += ["--image_folders", str(pictures), "--bf16", "false", "--max_completion_length", "4", "--max_steps", "1"]
+    base += ["--num_generations", "2", "--per_device_train_batch_size", "2", "--save_only_model", "true"]
+    cases = [
+        ([], 0, ""),
+        (["--reward_funcs", f"{tmp_path}/r.py:leave"], 2, "reward function leave raised SystemExit"),
+        (["--nope", "1"], 2, "--nope"),
+        (["--max_steps", "x"], 2, "invalid int value"),
+        (["--model_name_or_path", "/no/such"], 2, "no such folder"),
+        (["--output_di", "x"], 2, "--output_di"),  # abbreviations would put the status elsewhere
+    ]
+    for i, (words, status, message) in enumerate(cases):
+        out = tmp_path / str(i)
+        assert run_ranks(1, main_with, *base, "--output_dir", str(out), *words) == [status]
+        assert (out / "exit_status").read_text() == f"{status}\n"
+        said = capfd.readouterr().err
+        assert message in said and "Traceback" not in said, said

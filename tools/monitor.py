@@ -236,6 +236,8 @@ def true_box(row):
 
 def picture(row, packed, predictions):
     """The record's picture as SVG with the true box and `predictions`, a list of (completion row, CSS class)."""
+    if row["image_size"] is None:  # a record of text alone
+        return ""
     width, height = row["image_size"]
     shown = ""
     if packed is not None:
@@ -312,13 +314,15 @@ def describe(training, evaluation, args):
     """(name, value) pairs: what a reader wants to know first."""
     facts = []
     for name, label in ("eval/iou", "held-out mean IoU"), ("eval/accuracy", "held-out accuracy at IoU 0.5"):
-        if evaluation:
-            facts.append((label, f"{evaluation[0][name]:.3f} → {evaluation[-1][name]:.3f}"))
+        if evaluation and name in evaluation[0]:  # a run without the accuracy reward has neither
+            ends = (number(row.get(name), 3) for row in (evaluation[0], evaluation[-1]))
+            facts.append((label, " → ".join(ends)))
     if training:
         seconds = [t for t in column(training, "step_time") if math.isfinite(t)]
         facts.append(("steps", str(training[-1]["step"])))
         facts.append(("training time", f"{sum(seconds) / 60:.1f} min"))
-        facts.append(("reward, first and last step", f"{training[0]['reward']:.2f} → {training[-1]['reward']:.2f}"))
+        ends = (number(row.get("reward")) for row in (training[0], training[-1]))
+        facts.append(("reward, first and last step", " → ".join(ends)))
     named = [
         ("model_name_or_path", "model"),
         ("num_generations", "completions a prompt"),
