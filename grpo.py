@@ -995,7 +995,7 @@ def prompts_per_rank(args):
 
 def main():
     """Parse, train, and leave the status where launch.sh finds it: 0, 2 for what the user can mend, 1 for the rest."""
-    status, rank = 1, os.environ.get("RANK", "0")
+    status, message, rank = 1, "", os.environ.get("RANK", "0")
     if "RANK" in os.environ and sys.platform == "linux":  # a rank ends with its launcher, however that ends
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
     for said in ("`torch.distributed", "barrier"):  # of DeepSpeed's calls, which we cannot change
@@ -1015,11 +1015,15 @@ def main():
             train(run, model, train_records, val_records)
         status = 0
     except (ValueError, data.DataError) as error:  # RewardError is a ValueError
-        status = 2
-        print(f"grpo.py, rank {rank}: {error}", file=sys.stderr)
-    except Exception:
+        status, message = 2, f"grpo.py, rank {rank}: {error}"
+    except KeyboardInterrupt:
+        status, message = 130, f"grpo.py, rank {rank}: interrupted; --resume_from_checkpoint true goes on from {folder}"
+    except Exception as error:
         traceback.print_exc()
-    leave_status(folder, status, rank)
+        message = f"grpo.py, rank {rank}: {type(error).__name__}: {error}"
+    if message:
+        print(message, file=sys.stderr)
+    leave_status(folder, status, rank, message)
     if dist.is_initialized():
         dist.destroy_process_group()
     sys.exit(status)
@@ -1031,20 +1035,28 @@ def parse_arguments(quiet):
         if quiet:
             stack.enter_context(contextlib.redirect_stderr(nowhere))
             stack.enter_context(contextlib.redirect_stdout(nowhere))
+        parser = HfArgumentParser(Arguments, allow_abbrev=False)
         try:
-            return HfArgumentParser(Arguments, allow_abbrev=False).parse_args_into_dataclasses()[0]
+            args, unknown = parser.parse_args_into_dataclasses(return_remaining_strings=True)
         except SystemExit as stop:  # 0 after --help, 2 for a value that does not parse
-            leave_status(output_folder(sys.argv[1:]), stop.code, "1" if quiet else "0")
+            leave_status(output_folder(sys.argv[1:]), stop.code, "1" if quiet else "0", "")
             raise
+    if unknown:
+        raise ValueError(
+            f"unknown: {' '.join(unknown)}; --help lists the flags, the README what VLM-R1 has and this has not"
+        )
+    return args
 
 
-def leave_status(folder, status, rank):
+def leave_status(folder, status, rank, message):
+    """exit_status, and the message for launch.sh to say last, below what torchrun prints of its own."""
     if rank != "0" or (status == 0 and not os.path.isdir(folder)):
         return
     try:
         os.makedirs(folder, exist_ok=True)
-        with open(os.path.join(folder, "exit_status"), "w") as file:
-            file.write(f"{status}\n")
+        for name, text in (("exit_status", f"{status}"), ("exit_message", message)):
+            with open(os.path.join(folder, name), "w") as file:
+                file.write(f"{text}\n")
     except OSError as error:
         print(f"grpo.py: exit_status {status} cannot be written to {folder}: {error}", file=sys.stderr)
 

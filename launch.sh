@@ -117,13 +117,14 @@ else # every node has to come to the same address and port by itself
 fi
 
 # ---- Train. Rank 0, and with it exit_status, is on node 0.
-if [[ $node_rank == 0 ]]; then rm -f -- "$output/exit_status"; fi
+if [[ $node_rank == 0 ]]; then rm -f -- "$output/exit_status" "$output/exit_message"; fi
 status=0
 run "${settings[@]}" "$python" -m torch.distributed.run --nnodes "$nodes" --node_rank "$node_rank" \
   --nproc_per_node "$nproc" --master_addr "$address" --master_port "$port" "$here/grpo.py" "$@" || status=$?
-if [[ $node_rank == 0 && -s $output/exit_status ]]; then
+if [[ $node_rank == 0 && -z $signal && -s $output/exit_status ]]; then
   written=$(<"$output/exit_status")
   if [[ $written =~ ^[0-9]+$ ]]; then status=$written; fi
+  if [[ $status != 0 && -s $output/exit_message ]]; then cat -- "$output/exit_message" >&2; fi # torchrun buries it
 fi
 if [[ $status == 0 && $draw == yes && $node_rank == 0 ]]; then
   run "$python" "$here/tools/monitor.py" "$output" || echo "launch.sh: the run is whole, its curves could not be drawn" >&2

@@ -104,7 +104,15 @@ def load_policy(
     if path.startswith(("/", "./", "../", "~")) and not os.path.isdir(os.path.expanduser(path)):
         raise ValueError(f"--model_name_or_path {path}: no such folder; give a checkpoint's folder or a hub name")
     path = os.path.expanduser(path)
-    model_type = AutoConfig.from_pretrained(path, trust_remote_code=False).model_type
+    try:
+        model_type = AutoConfig.from_pretrained(path, trust_remote_code=False).model_type
+    except OSError as error:
+        where = (
+            "the folder has no readable config.json"
+            if os.path.isdir(path)
+            else "no folder here, nor a model on the hub"
+        )
+        raise ValueError(f"--model_name_or_path {path}: {where} ({str(error).splitlines()[0]})") from error
     if model_type not in FAMILIES:
         raise ValueError(
             f"--model_name_or_path {path}: its config.json says model_type {model_type!r}, and this code knows "

@@ -70,6 +70,7 @@ def test_arguments_arrive_as_typed_and_the_status_is_the_one_that_rank_0_wrote(t
     done = launch(*arguments, cwd=tmp_path)
     assert MISSING in done.stdout.replace("\\", "").split("grpo.py", 1)[1].split("\n", 1)[1], done.stdout
     assert done.returncode == 2, done.stdout  # torchrun itself returns 1
+    assert "no such folder" in done.stdout.splitlines()[-1]  # the cause comes last, below torchrun's own report
     assert (folder / "exit_status").read_text().strip() == "2"
     command = printed_command(done.stdout)
     assert command[command.index(str(ROOT / "grpo.py")) + 1 :] == arguments

@@ -256,3 +256,33 @@ def test_monitor_with_little_to_show(run, tmp_path, capsys):
     (run / "a.packed").unlink()
     assert monitor.main([str(run)]) == 0
     assert "boxes without pictures" in capsys.readouterr().out
+
+
+def test_a_second_demo_keeps_the_first_whole(tmp_path, monkeypatch):
+    """The folder is moved aside before anything is written: its page would show new pictures under old boxes."""
+    for name in ("write_data", "build_model"):  # stop behind what is tested
+        monkeypatch.setattr(demo, name, lambda *_: (_ for _ in ()).throw(InterruptedError))
+    first = tmp_path / "demo"
+    first.mkdir()
+    (first / "flags.txt").write_text("--seed\n0\n")
+    monkeypatch.setattr("sys.argv", ["demo.py", "--output", str(first)])
+    with pytest.raises(InterruptedError):
+        demo.main()
+    assert (tmp_path / "demo.old" / "flags.txt").read_text() == "--seed\n0\n" and not first.exists()
+
+
+def test_a_run_without_boxes_or_pictures_is_drawn_too(run):
+    """Text-only records, a reward function of one's own and completions without any opinion."""
+    rows = [json.loads(line) for line in (run / "completions.jsonl").read_text().splitlines() if line.endswith("}")]
+    for row in rows:
+        row |= {
+            "image_size": None,
+            "model_size": None,
+            "solution": "a word",
+            "rewards": {"mine": None},
+            "advantage": 0.0,
+        }
+    (run / "completions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    metrics = [{"step": 1, "reward": None, "step_time": 1.0}, {"step": 0, "eval/mine": None, "eval/count": 2}]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in metrics))
+    assert monitor.main([str(run)]) == 0

@@ -21,6 +21,7 @@ import argparse
 import json
 import os
 import random
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -31,6 +32,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import numpy as np
 import torch
+import transformers
 from PIL import Image, ImageDraw
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
@@ -260,6 +262,12 @@ def main():
     parser.add_argument("--output", type=Path, default=Path("runs/demo"))
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    transformers.utils.logging.disable_progress_bar()
+    if (args.output / "flags.txt").exists():  # an earlier demo: keep one, whole
+        kept = args.output.with_name(args.output.name + ".old")
+        shutil.rmtree(kept, ignore_errors=True)
+        args.output.rename(kept)
+        print(f"{args.output}: the earlier demo is now {kept}")
     write_data(args.output / "data", args.seed)
     build_model(args.output / "model", args.seed)
     sources = data.parse_sources(dataset_name=args.output / "data" / "demo.yaml", image_root=args.output / "data")
