@@ -101,9 +101,9 @@ def load_policy(
     transformers' own, with `attention_choice = (name, reason)` on it for the log. Raises ValueError for a folder
     that does not exist, a family that is not in FAMILIES, or an attention that cannot be had.
     """
-    if path.startswith(("/", "./", "../", "~")) and not os.path.isdir(os.path.expanduser(path)):
+    path = os.path.expanduser(os.fspath(path))
+    if path.startswith(("/", "./", "../")) and not os.path.isdir(path):
         raise ValueError(f"--model_name_or_path {path}: no such folder; give a checkpoint's folder or a hub name")
-    path = os.path.expanduser(path)
     try:
         model_type = AutoConfig.from_pretrained(path, trust_remote_code=False).model_type
     except OSError as error:
@@ -201,8 +201,9 @@ def select_attention(requested, device, dtype):
 def _flash_attention_obstacle(device, dtype):
     if device.type != "cuda":
         return f"the device is {device.type}, flash-attn runs on NVIDIA GPUs"
-    if dtype not in (torch.bfloat16, torch.float16):
-        return f"the dtype is {str(dtype).removeprefix('torch.')}, flash-attn computes in bfloat16 or float16"
+    dtype = str(dtype).removeprefix("torch.")
+    if dtype not in ("bfloat16", "float16"):
+        return f"the dtype is {dtype}, flash-attn computes in bfloat16 or float16"
     major, minor = torch.cuda.get_device_capability(device)
     if major < 8:
         return f"the GPU's compute capability is {major}.{minor}, flash-attn 2 needs 8.0 (A100) or newer"
