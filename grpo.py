@@ -94,9 +94,7 @@ def train(run, model, train_records, val_records):
     if not len(train_records):
         raise ValueError("no records to train on: lower --val_split_ratio, or add a source without `split: val`")
     if args.eval_steps and not len(val_records):
-        raise ValueError(
-            f"--eval_steps {args.eval_steps}: nothing is held out; give --val_split_ratio, or `split: val`"
-        )
+        raise ValueError(f"--eval_steps {args.eval_steps}: nothing is held out; give --val_split_ratio or `split: val`")
     per_epoch = len(train_records) / (W * B)
     run.total = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * per_epoch)
     tell(f"batch: {W} ranks x {B} prompts x {G} completions = {W * B * G} completions of {W * B} prompts a step")
@@ -288,15 +286,7 @@ def update_phase(run, batch, everyone):
     step is cut into rows and spread over ranks, because the denominators are the whole step's."""
     args, engine = run.args, run.engine
     num_tokens = sum(sum(rank["trained"]) for rank in everyone)
-    names = (
-        "beta",
-        "epsilon",
-        "epsilon_high",
-        "delta",
-        "loss_type",
-        "importance_sampling_level",
-        "max_completion_length",
-    )
+    names = "beta epsilon epsilon_high delta loss_type importance_sampling_level max_completion_length".split()
     options = {name: getattr(args, name) for name in names}
     options |= {"num_sequences": sum(len(rank["rewards"]) for rank in everyone), "num_tokens": num_tokens}
     rows = build_rows(run, batch, max(rank["rows"] for rank in everyone))
@@ -406,9 +396,7 @@ def group_advantages(rewards, scale="group", eps=1e-4):
     left out of mean and std and gets A = 0. Raises ValueError for G = 1 or an unknown scale.
     """
     if rewards.shape[1] < 2:
-        raise ValueError(
-            f"a group needs at least 2 completions to compare, got rewards of shape {tuple(rewards.shape)}"
-        )
+        raise ValueError(f"a group needs at least 2 completions, the rewards are of shape {tuple(rewards.shape)}")
     if scale not in ("group", "batch", "none"):
         raise ValueError(f"scale {scale!r}: use group, batch or none")
     valid, r = ~rewards.isnan(), rewards.double()  # float64: the mean of equal float32 numbers is that number
@@ -622,9 +610,7 @@ def save_weights(engine, processor, folder):
         state = {name.removeprefix("model."): t for name, t in state.items() if not name.startswith("head.")}
         empty = [name for name, tensor in state.items() if tensor.numel() == 0]
         if empty:
-            raise RuntimeError(
-                f"{folder}: {len(empty)} tensors are empty ({empty[0]} …): the weights were not gathered"
-            )
+            raise RuntimeError(f"{folder}: {len(empty)} tensors are empty, {empty[0]} for one: not gathered")
         engine.module.model.save_pretrained(folder, state_dict=state)
         processor.save_pretrained(folder)
 
@@ -671,9 +657,7 @@ def checkpoint_to_resume(args):
             tell(f"no checkpoint in {args.output_dir} yet: starting at step 0")
         return found[-1] if found else None
     if not os.path.isfile(os.path.join(asked, "state.json")):
-        raise ValueError(
-            f"--resume_from_checkpoint {asked}: no state.json there; give a checkpoint-<step> folder or true"
-        )
+        raise ValueError(f"--resume_from_checkpoint {asked}: no state.json there; give a checkpoint's folder, or true")
     if found and not os.path.samefile(asked, found[-1]):
         raise ValueError(f"--resume_from_checkpoint {asked}: {args.output_dir} holds {newest}; move it away, {other}")
     return asked
@@ -745,9 +729,7 @@ def deepspeed_config(args, world, hidden_size, device_type):
     flags = {"lr": args.learning_rate, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": args.weight_decay}
     for name in ("lr", "weight_decay"):
         if given.get(name, flags[name]) != flags[name]:
-            raise ValueError(
-                f'{args.deepspeed}: {name} is {given[name]}, the flags say {flags[name]}; write "auto" there'
-            )
+            raise ValueError(f'{args.deepspeed}: {name} is {given[name]}, not the flag\'s {flags[name]}; write "auto"')
     optimizer["params"] = flags | given
     on_cpu = zero.get("offload_optimizer", {}).get("device", "none") != "none"
     if optimizer["type"] in ("Adam", "AdamW") and not (on_cpu and device_type == "cuda"):
@@ -899,17 +881,15 @@ class Arguments:
         check_arguments(self)
 
 
-MINIMUM = {"num_generations": 2, "max_completion_length": 1, "num_iterations": 1, "per_device_train_batch_size": 1}
-MINIMUM |= {"max_tokens_per_forward": 1, "logging_steps": 1, "save_steps": 1, "stall_timeout": 1, "eval_steps": 0}
-MINIMUM |= {"beta": 0, "epsilon": 0, "learning_rate": 0, "weight_decay": 0, "max_grad_norm": 0, "warmup_ratio": 0}
-MINIMUM |= {"epsilon_high": 0, "delta": 0, "min_pixels": 1, "max_pixels": 1, "max_prompt_length": 1, "num_workers": -1}
-MINIMUM |= {
-    "save_total_limit": 1,
-    "val_split_ratio": 0,
-    "seed": 0,
-    "data_seed": 0,
-    "temperature": 1e-6,
-}  # None, where it is the default, passes
+LEAST = {  # the smallest value of a flag; None, where that is the default, passes
+    2: "num_generations",
+    1: "max_completion_length max_prompt_length min_pixels max_pixels num_iterations per_device_train_batch_size "
+    "max_tokens_per_forward logging_steps save_steps save_total_limit stall_timeout",
+    1e-6: "temperature num_train_epochs",
+    0: "beta epsilon epsilon_high delta learning_rate weight_decay max_grad_norm warmup_ratio val_split_ratio "
+    "eval_steps seed data_seed",
+    -1: "num_workers max_steps",
+}
 CHOICES = {
     "loss_type": ("grpo", "dr_grpo", "dapo", "cispo"),
     "importance_sampling_level": ("token", "sequence"),
@@ -928,46 +908,37 @@ def check_arguments(args):
         if not holds:
             raise ValueError(f"--{name} {getattr(args, name)}: {cure}")
 
-    for name, least in MINIMUM.items():
-        need(getattr(args, name) is None or getattr(args, name) >= least, name, f"must be at least {least}")
+    for least, names in LEAST.items():
+        for name in names.split():
+            need(getattr(args, name) is None or getattr(args, name) >= least, name, f"must be at least {least}")
     for name, choices in CHOICES.items():
         need(getattr(args, name) in choices, name, f"use one of {', '.join(str(c) for c in choices if c is not None)}")
-    for name in vars(args):
-        values = getattr(args, name) if name == "reward_weights" else [getattr(args, name)]
-        need(all(math.isfinite(v) for v in values if isinstance(v, float)), name, "must be finite")
-    need(
-        args.max_steps == -1 or args.max_steps > 0, "max_steps", "must be above 0, or -1 for as many as the epochs hold"
-    )
-    need("{Question}" in args.question_template, "question_template", "must say where the {Question} goes")
-    need(
-        not (args.eval_only and args.resume_from_checkpoint),
-        "eval_only",
-        "evaluates --model_name_or_path; name it there",
-    )
+    for name, value in vars(args).items():
+        numbers = value if name == "reward_weights" else [value]
+        need(all(math.isfinite(number) for number in numbers if isinstance(number, float)), name, "must be finite")
+    need(args.max_steps != 0, "max_steps", "must be above 0, or -1 for as many as the epochs hold")
     need(args.val_split_ratio < 1, "val_split_ratio", "must be below 1")
-    need(args.num_train_epochs > 0, "num_train_epochs", "must be above 0")
-    need(
-        (args.min_pixels or 0) <= (args.max_pixels or math.inf), "min_pixels", f"is over --max_pixels {args.max_pixels}"
-    )
-    need(
-        args.bf16 or args.torch_dtype != "bfloat16", "bf16", "contradicts --torch_dtype bfloat16; leave one of them out"
-    )
-    need(args.loss_type != "cispo" or args.delta is None, "delta", "--loss_type cispo has no such bound; leave it out")
-    need(os.path.isfile(args.deepspeed), "deepspeed", "no such file; leave the flag out for ds_zero3.json")
     need(args.warmup_ratio <= 1, "warmup_ratio", "must be at most 1")
-    need(args.loss_type != "cispo" or args.epsilon_high, "epsilon_high", "cispo needs it: it is the ratio's bound")
+    need((args.min_pixels or 0) <= (args.max_pixels or math.inf), "min_pixels", f"is over {args.max_pixels}, the most")
+    need("{Question}" in args.question_template, "question_template", "must say where the {Question} goes")
+    need(args.bf16 or args.torch_dtype == "float32", "torch_dtype", "contradicts --bf16 false; leave one of them out")
+    cispo, resumed = args.loss_type == "cispo", args.resume_from_checkpoint
+    need(not cispo or args.epsilon_high, "epsilon_high", "--loss_type cispo needs it: it is the ratio's bound")
+    need(not cispo or args.delta is None, "delta", "--loss_type cispo has no such bound; leave it out")
+    need(not (args.eval_only and resumed), "eval_only", "evaluates --model_name_or_path; name the checkpoint there")
+    need(os.path.isfile(args.deepspeed), "deepspeed", "no such file; leave the flag out for ds_zero3.json")
     need(args.reward_funcs, "reward_funcs", "name at least one, such as accuracy")
     count = len(args.reward_funcs)
     need(len(args.reward_weights) == count, "reward_weights", f"give {count} numbers, one for each of --reward_funcs")
+    wandb = args.report_to != "wandb" or importlib.util.find_spec("wandb")
+    need(wandb, "report_to", "the package is not installed: pip install wandb, or leave the flag out")
     try:
-        checkpointing = json.loads(args.gradient_checkpointing_kwargs or "{}")
+        options = json.loads(args.gradient_checkpointing_kwargs or "{}")
     except ValueError:
-        checkpointing = None
-    known = checkpointing == {} or isinstance(checkpointing, dict) and list(checkpointing) == ["use_reentrant"]
-    known = known and isinstance(checkpointing.get("use_reentrant", False), bool)
+        options = None
+    known = isinstance(options, dict) and set(options) <= {"use_reentrant"}
+    known = known and all(isinstance(value, bool) for value in options.values())
     need(known, "gradient_checkpointing_kwargs", "write '{\"use_reentrant\": false}', no other key is known")
-    if args.report_to == "wandb" and importlib.util.find_spec("wandb") is None:
-        need(False, "report_to", "the package is not installed: pip install wandb, or leave the flag out")
     prompts_per_rank(args)
 
 
@@ -1042,9 +1013,7 @@ def parse_arguments(quiet):
             leave_status(output_folder(sys.argv[1:]), stop.code, "1" if quiet else "0", "")
             raise
     if unknown:
-        raise ValueError(
-            f"unknown: {' '.join(unknown)}; --help lists the flags, the README what VLM-R1 has and this has not"
-        )
+        raise ValueError(f"unknown: {' '.join(unknown)}; --help lists the flags, the README VLM-R1's that are missing")
     return args
 
 
