@@ -1024,8 +1024,9 @@ def leave_status(folder, status, rank, message):
     try:
         os.makedirs(folder, exist_ok=True)
         for name, text in (("exit_status", f"{status}"), ("exit_message", message)):
-            with open(os.path.join(folder, name), "w") as file:
-                file.write(f"{text}\n")
+            if text:
+                with open(os.path.join(folder, name), "w") as file:
+                    file.write(f"{text}\n")
     except OSError as error:
         print(f"grpo.py: exit_status {status} cannot be written to {folder}: {error}", file=sys.stderr)
 
