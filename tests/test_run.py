@@ -194,8 +194,8 @@ ZERO_FILES = {  # the structure of the JSON files that VLM-R1's scripts name
     },
 }
 ZERO_FILES["zero3_offload"] = ZERO_FILES["zero3"] | {
-    "offload_optimizer": {"device": "cpu", "pin_memory": False},
-    "offload_param": {"device": "cpu", "pin_memory": False},
+    "offload_optimizer": {"device": "cpu", "pin_memory": True},
+    "offload_param": {"device": "cpu", "pin_memory": True},
 }
 
 
