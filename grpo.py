@@ -677,8 +677,7 @@ def load_checkpoint(run, folder):
             )
     if not os.path.isdir(os.path.join(folder, "zero")):
         raise ValueError(f"{folder} was saved with --save_only_model: {weights_alone}")
-    with modeling.float32_rotary_tables(run.engine.module):
-        path, _ = run.engine.load_checkpoint(os.path.join(folder, "zero"), tag="state")
+    path, _ = run.engine.load_checkpoint(os.path.join(folder, "zero"), tag="state")
     if path is None:
         raise ValueError(f"{folder}/zero could not be read: {weights_alone}")
     run.step, run.num_tokens = state["step"], state["num_tokens"]
@@ -794,8 +793,8 @@ def start_engine(args, model, world, device, trained=True):
     if not trained:
         del config["optimizer"]  # without one, DeepSpeed shards for inference
     parameters = [parameter for parameter in policy.parameters() if parameter.requires_grad]
-    with modeling.float32_rotary_tables(policy):
-        return deepspeed.initialize(model=policy, model_parameters=parameters or None, config=config)[0]
+    # DeepSpeed 0.19.8 casts parameters to bf16 and leaves the rotary tables in float32, as they must be
+    return deepspeed.initialize(model=policy, model_parameters=parameters or None, config=config)[0]
 
 
 # --- Flags -------------------------------------------------------------------------------------------------------

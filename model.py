@@ -160,19 +160,6 @@ def placeholder_ids(config):
     return sorted({getattr(config, name) for name in names if getattr(config, name, None) is not None})
 
 
-@contextlib.contextmanager
-def float32_rotary_tables(model):
-    """Keep the rotary frequencies in float32 across `deepspeed.initialize`, which casts every buffer to bf16.
-
-    In bf16 a frequency is off by up to 0.4 %, which at position 500 is a phase error of whole radians.
-    """
-    tables = {name: module.inv_freq.float() for name, module in model.named_modules() if hasattr(module, "inv_freq")}
-    yield
-    for name, module in model.named_modules():
-        if name in tables:
-            module.inv_freq = tables[name].to(module.inv_freq.device)
-
-
 # --- Attention backend -------------------------------------------------------------------------------------------
 
 

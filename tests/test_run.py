@@ -289,3 +289,18 @@ def test_statuses_are_left_for_launch_sh(checkpoints, pictures, tmp_path, capfd)
             assert message in (out / "exit_message").read_text()
         said = capfd.readouterr().err
         assert message in said and "Traceback" not in said, said
+
+
+def rotary_tables_in_bf16(args):
+    _, world, device = grpo.start_processes(args)
+    engine = grpo.start_engine(args, grpo.load_policy(args, device)[0], world, device)
+    tables = {name: module.inv_freq for name, module in engine.module.named_modules() if hasattr(module, "inv_freq")}
+    return {name: (str(table.dtype), table.float().numpy()) for name, table in tables.items()}
+
+
+def test_rotary_tables_stay_float32_when_deepspeed_casts_the_model(checkpoints, pictures, tmp_path):
+    args = flags(checkpoints["qwen2_5_vl"], pictures, tmp_path, bf16=True, torch_dtype="bfloat16", zero_stage=2)
+    (tables,) = run_ranks(1, rotary_tables_in_bf16, args)
+    assert {dtype for dtype, _ in tables.values()} == {"torch.float32"}
+    (text,) = [table for name, (_, table) in tables.items() if "language_model" in name]
+    np.testing.assert_allclose(text, 10000.0 ** -(np.arange(0, 16, 2) / 16), rtol=1e-6)  # bf16 is 0.4 % off
