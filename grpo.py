@@ -213,13 +213,17 @@ def sample_phase(run, prompts):
     """Phase 1: G completions of each of this rank's B prompts. Returns the step's batch, N = B*G completions."""
     args = run.args
     with modeling.gathered(run.engine) as model:
-        prompts = [prompt | {"position_ids": modeling.prompt_positions(model, prompt)} for prompt in prompts]
+        prompts = with_positions(model, prompts)
         limits = args.num_generations, args.max_completion_length, args.temperature
         tokens, logps = rollout.sample(model, prompts, *limits, run.eos, run.pad)  # (N, R)
     mask = completion_mask(tokens, run.eos)
     ended = torch.isin(tokens, torch.tensor(run.eos, device=tokens.device)).any(1)
     batch = {"prompts": prompts, "tokens": tokens, "sampler_logps": logps, "mask": mask}
     return batch | {"lengths": mask.sum(1).tolist(), "truncated": (~ended).tolist()}  # waits for the GPU
+
+
+def with_positions(model, prompts):
+    return [prompt | {"position_ids": modeling.prompt_positions(model, prompt)} for prompt in prompts]
 
 
 def decode_texts(run, tokens, lengths):
@@ -364,8 +368,8 @@ def evaluate(run, model, records):
     size, mine = prompts_per_rank(run.args) * run.args.num_generations, records[run.rank :: run.world].tolist()
     scores, lines = {name: [] for name, _ in run.reward_funcs}, []
     for start in range(0, len(mine), size):
-        prompts = [run.encode(run.dataset[i]) | {"record": i} for i in mine[start : start + size]]
-        prompts = [prompt | {"position_ids": modeling.prompt_positions(model, prompt)} for prompt in prompts]
+        encoded = [run.encode(run.dataset[i]) | {"record": i} for i in mine[start : start + size]]
+        prompts = with_positions(model, encoded)
         tokens, _ = rollout.sample(model, prompts, 1, run.args.max_completion_length, 0.0, run.eos, run.pad)
         texts = decode_texts(run, tokens, completion_mask(tokens, run.eos).sum(1).tolist())
         part = score(run, prompts, texts)
