@@ -442,19 +442,51 @@ def fused(rows):
 torch._dynamo.config.recompile_limit = 64
 
 
-def rotate(x, cos, sin):
-    """Rotary embedding (arXiv 2104.09864) in the half-split layout: x (T, heads, D), cos and sin (T, D)."""
-    a, b = x.float().chunk(2, dim=-1)
+def rotate(q, k, cos, sin):
+    """Rotary embedding (arXiv 2104.09864) in the half-split layout: q and k (T, heads, D), cos and sin (T, D)."""
     cos, sin = cos[:, None].float(), sin[:, None].float()  # (T, 1, D)
-    return (torch.cat([a, b], dim=-1) * cos + torch.cat([-b, a], dim=-1) * sin).to(x.dtype)
+
+    def turn(x):
+        a, b = x.float().chunk(2, dim=-1)
+        return (torch.cat([a, b], dim=-1) * cos + torch.cat([-b, a], dim=-1) * sin).to(x.dtype)
+
+    return turn(q), turn(k)
 
 
-rotate_fused = fused(rows=3)(rotate)  # `rotate` itself is for functions that are fused with more around it
+def swiglu_gradient(grad, gate, up):
+    """Gradients of silu(gate) * up, with silu(x) = x s and its derivative s (1 + x (1 - s)), s = sigmoid(x)."""
+    g, x, u = grad.float(), gate.float(), up.float()
+    s = x.sigmoid()
+    return (g * u * s * (1 + x * (1 - s))).to(gate.dtype), (g * x * s).to(up.dtype)
 
 
-@fused(rows=2)
-def swiglu(gate, up):
-    return F.silu(gate) * up
+rotate_fused = fused(rows=4)(rotate)  # `rotate` itself is for functions that are fused with more around it
+swiglu_fused = fused(rows=2)(lambda gate, up: F.silu(gate) * up)
+swiglu_gradient_fused = fused(rows=3)(swiglu_gradient)
+
+
+# Their backward by hand: letting torch.compile derive it costs twice the processor time a call, and a GPU waits for it.
+class Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, cos, sin):
+        ctx.save_for_backward(cos, sin)
+        return rotate_fused(q, k, cos, sin)
+
+    @staticmethod
+    def backward(ctx, grad_q, grad_k):
+        cos, sin = ctx.saved_tensors
+        return *rotate_fused(grad_q, grad_k, cos, -sin), None, None  # a rotation's transpose turns back
+
+
+class Swiglu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gate, up):
+        ctx.save_for_backward(gate, up)
+        return swiglu_fused(gate, up)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return swiglu_gradient_fused(grad, *ctx.saved_tensors)
 
 
 def rms_norm(norm, x):
@@ -472,7 +504,7 @@ def aligned_linear(linear, out_pad, x):
 
 def mlp(module, x):
     if hasattr(module, "gate_proj"):  # all decoders, and Qwen2.5-VL's vision tower
-        return module.down_proj(swiglu(module.gate_proj(x), module.up_proj(x)))
+        return module.down_proj(Swiglu.apply(module.gate_proj(x), module.up_proj(x)))
     return module(x)
 
 
@@ -489,7 +521,7 @@ def decoder_layer(layer, attention, hidden_states, position_embeddings=None, pac
     q, k, v = (f(h).view(len(x), -1, a.head_dim) for f in (a.q_proj, a.k_proj, a.v_proj))  # (T, heads, D)
     if hasattr(a, "q_norm"):  # Qwen3-VL
         q, k = a.q_norm(q), a.k_norm(k)
-    q, k = rotate_fused(q, cos[0], sin[0]), rotate_fused(k, cos[0], sin[0])
+    q, k = Rotate.apply(q, k, cos[0], sin[0])
     if "kv" in packed:
         packed["kv"].append((k, v))
     x = x + a.o_proj(packed_attention(attention, q, k, v, packed, a.scaling).flatten(1))
@@ -504,7 +536,7 @@ def vision_block(block, attention, hidden_states, cu_seqlens, position_embedding
         return type(block).forward(block, hidden_states, cu_seqlens=cu_seqlens, **rest)
     x, a = hidden_states, block.attn
     q, k, v = a.qkv(block.norm1(x)).view(len(x), 3, a.num_heads, -1).unbind(1)  # (patches, heads, D)
-    q, k = (rotate_fused(x, *position_embeddings) for x in (q, k))
+    q, k = Rotate.apply(q, k, *position_embeddings)
     lengths = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
     x = x + a.proj(varlen_attention(attention, q, k, v, *lengths, a.scaling, causal=False).flatten(1))
     return x + mlp(block.mlp, block.norm2(x))

@@ -31,7 +31,7 @@ try:
 except ImportError:  # PyTorch for CPUs comes without; only a GPU wants it
     triton = None
 
-CHECK_EVERY = 8  # decode steps between two looks at which completions have ended: a look waits for the GPU
+CHECK_EVERY = 16  # decode steps between two looks at which completions have ended: a look waits for the GPU
 CAPTURE = True  # False: run the step as it stands on a GPU too, which the tests compare with
 SHRINK_AT = 0.75  # drop finished rows once the live ones fill no more than this share of the buffers
 
@@ -87,6 +87,9 @@ class Decoder:
         self.own = [[last_hidden.new_zeros(N, heads, R, D) for _ in "kv"] for _ in self.layers]
         self.warm, self.graph = False, None
         self.steps, self.read = 0, 0
+        self.weight_bytes = self.head.weight.nbytes + sum(
+            x.nbytes for w in self.layers for x in w if torch.is_tensor(x)
+        )
         # The prompt's last hidden state predicts the first token: G draws from the same logits.
         self._draw(self.head(last_hidden).repeat_interleave(G, dim=0))  # (B, V) -> (N, V)
 
@@ -131,10 +134,9 @@ class Decoder:
 
     def _bytes(self):
         """What a step has to read: every weight once, each prompt's keys and values once, each row's own."""
-        weights = sum(x.nbytes for w in self.layers for x in w if isinstance(x, torch.Tensor)) + self.head.weight.nbytes
         _, kv, _, D = self.prompt[0][0].shape
         a_key = kv * D * self.prompt[0][0].element_size()
-        return weights + 2 * len(self.layers) * a_key * (self.prompt_tokens + len(self.line) * self.steps)
+        return self.weight_bytes + 2 * len(self.layers) * a_key * (self.prompt_tokens + len(self.line) * self.steps)
 
     def _forward(self):
         """The step itself, on buffers only: it never looks at a value from the CPU."""
@@ -225,9 +227,10 @@ def before_attention(x, cos, sin, own_k, own_v, t, w):
     q, k, v = F.linear(norm(x, w.norm1, w.eps), w.qkv, w.bias).view(len(x), -1, D).split(w.heads, dim=1)
     if w.q_norm is not None:
         q, k = norm(q, w.q_norm, w.eps), norm(k, w.k_norm, w.eps)
-    own_k.index_copy_(2, t, rotate(k, cos, sin)[:, :, None])  # (n, kv, D) -> (n, kv, 1, D)
+    q, k = rotate(q, k, cos, sin)
+    own_k.index_copy_(2, t, k[:, :, None])  # (n, kv, D) -> (n, kv, 1, D)
     own_v.index_copy_(2, t, v[:, :, None])
-    return rotate(q, cos, sin).contiguous()
+    return q.contiguous()
 
 
 @fused(rows=4)

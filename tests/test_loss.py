@@ -489,6 +489,7 @@ def test_rows_by_hand():
     assert grpo.cut_rows([10, 10], [5, 5, 5, 5], 39) == [[(0, [0, 1])], [(1, [2, 3])]]
     assert grpo.cut_rows([10, 10], [5, 5, 5, 5], 15) == [[(0, [0])], [(0, [1])], [(1, [2])], [(1, [3])]]
     assert grpo.cut_rows([10, 2], [5, 5, 1, 1], 19) == [[(0, [0])], [(0, [1]), (1, [2, 3])]]  # the rest is shared
+    assert grpo.cut_rows([10] * 4, [5] * 8, 60) == [[(0, [0, 1]), (1, [2, 3])], [(2, [4, 5]), (3, [6, 7])]]  # not 3 + 1
     assert grpo.cut_rows([10], [50, 5], 30) == [[(0, [0])], [(0, [1])]]  # one that never fits stands alone
 
 
