@@ -554,7 +554,10 @@ def cut_rows(prompt_lengths, completion_lengths, budget):
     leaves the GPU waiting for Python. Returns a list of rows, a row being a list of (prompt index, [completion
     indices]); completions of prompt b are b*G ... b*G+G-1. A group that does not fit into a row is split over several,
     each with the prompt; a single completion over the budget gets a row of its own."""
-    fewest, low = len(fill_rows(prompt_lengths, completion_lengths, budget)), 1
+    G = len(completion_lengths) // len(prompt_lengths)
+    groups = [P + sum(completion_lengths[b * G : b * G + G]) for b, P in enumerate(prompt_lengths)]
+    fewest = len(fill_rows(prompt_lengths, completion_lengths, budget))
+    low = max((size for size in groups if size <= budget), default=1)  # below it a group that fits would be split
     while low < budget:  # the smallest budget that still does with as few rows
         middle = (low + budget) // 2
         if len(fill_rows(prompt_lengths, completion_lengths, middle)) > fewest:
