@@ -231,7 +231,13 @@ def sample_phase(run, prompts):
 
 
 def with_positions(model, prompts):
-    return [prompt | {"position_ids": modeling.prompt_positions(model, prompt)} for prompt in prompts]
+    """The prompts with their mRoPE positions, and their pixels on the model's device, for rollout and update."""
+    move = lambda pixels: None if pixels is None else pixels.to(model.device)  # noqa: E731
+    extra = [(modeling.prompt_positions(model, prompt), move(prompt["pixel_values"])) for prompt in prompts]
+    return [
+        prompt | {"position_ids": positions, "pixel_values": pixels}
+        for prompt, (positions, pixels) in zip(prompts, extra, strict=True)
+    ]
 
 
 def decode_texts(run, tokens, lengths):
@@ -664,6 +670,7 @@ def save_weights(engine, processor, folder):
         state = engine.module.state_dict()
     if dist.get_rank() == 0:
         state = {name.removeprefix("model."): t for name, t in state.items() if not name.startswith("head.")}
+        state = modeling.unpadded(engine.module.model, state)
         empty = [name for name, tensor in state.items() if tensor.numel() == 0]
         if empty:
             raise RuntimeError(f"{folder}: {len(empty)} tensors are empty, {empty[0]} for one: not gathered")

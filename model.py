@@ -46,7 +46,7 @@ CHAT_TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
-LOGIT_CHUNK = 1024  # tokens whose logits exist at once: 1024 x 151,936 x 4 bytes = 0.6 GB with Qwen's vocabulary
+LOGIT_CHUNK = 2048  # tokens whose logits exist at once: 2048 x 151,936 x 2 bytes = 0.6 GB with Qwen's vocabulary
 
 
 # --- Loading -----------------------------------------------------------------------------------------------------
@@ -137,6 +137,7 @@ def load_policy(
         raise ValueError(f"{path} lacks {len(report['missing_keys'])} tensors, {min(report['missing_keys'])} for one")
     model.attention_choice = (attention, reason)
     use_own_layers(model, attention)
+    pad_vision_mlp(model)
     limits = {name: value for name, value in (("min_pixels", min_pixels), ("max_pixels", max_pixels)) if value}
     processor = Processor(path, model_type, **limits)
     if freeze_vision_modules:
@@ -236,8 +237,10 @@ def checkpoint_blocks(model, *, use_reentrant=False, every=1):
 def _checkpointed(forward, use_reentrant, *args, **kwargs):
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    # the reentrant form takes no keyword arguments, so they travel in a partial
-    return checkpoint(functools.partial(forward, **kwargs), *args, use_reentrant=use_reentrant)
+    # The reentrant form takes no keyword arguments, so they travel in a partial. Nothing here draws random numbers, and
+    # the recomputation is the same code, so states need not be saved, nor shapes compared.
+    options = {"preserve_rng_state": False, "determinism_check": "none"}
+    return checkpoint(functools.partial(forward, **kwargs), *args, use_reentrant=use_reentrant, **options)
 
 
 # --- The packed row: [prompt, completion 1 ... completion G], several groups one after the other --------------------
@@ -493,15 +496,6 @@ def rms_norm(norm, x):
     return F.rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
 
 
-def aligned_linear(linear, out_pad, x):
-    """A linear layer with `out_pad` more outputs, or reading as many more inputs, all zero. Fast matrix kernels want
-    widths that are multiples of 8; Qwen2.5-VL's vision tower has 3,420, for which cuBLAS takes kernels of half the
-    speed. silu(0) * 0 = 0, so the zeros between the two layers stay zeros."""
-    in_pad = x.shape[-1] - linear.in_features
-    bias = linear.bias if linear.bias is None else F.pad(linear.bias, (0, out_pad))
-    return F.linear(x, F.pad(linear.weight, (0, in_pad, 0, out_pad)), bias)
-
-
 def mlp(module, x):
     if hasattr(module, "gate_proj"):  # all decoders, and Qwen2.5-VL's vision tower
         return module.down_proj(Swiglu.apply(module.gate_proj(x), module.up_proj(x)))
@@ -551,10 +545,36 @@ def use_own_layers(model, attention):
     for module in model.modules():
         if hasattr(module, "variance_epsilon"):  # the RMSNorm of all three families
             module.forward = functools.partial(rms_norm, module)
-        if hasattr(module, "gate_proj") and module.gate_proj.out_features % 8:
-            pad = -module.gate_proj.out_features % 8
-            for linear, out_pad in ((module.gate_proj, pad), (module.up_proj, pad), (module.down_proj, 0)):
-                linear.forward = functools.partial(aligned_linear, linear, out_pad)
+
+
+def pad_vision_mlp(model):
+    """Widen the vision tower's MLP to a multiple of 8 with zeros: for Qwen2.5-VL's 3,420 cuBLAS takes matrix kernels of
+    half the speed. silu(0) * 0 = 0, so the new weights neither change a result nor ever get a gradient."""
+    for linear, along, pad in _padded_linears(model):
+        linear.weight = nn.Parameter(F.pad(linear.weight.data, (0, pad) if along == 1 else (0, 0, 0, pad)))
+        if along == 0:
+            linear.out_features += pad
+            linear.bias = linear.bias if linear.bias is None else nn.Parameter(F.pad(linear.bias.data, (0, pad)))
+        else:
+            linear.in_features += pad
+
+
+def unpadded(model, state):
+    """A state dict of the model (names as its own) in the checkpoint's shapes again: `pad_vision_mlp` undone."""
+    modules = {module: name for name, module in model.named_modules()}
+    for linear, along, _ in _padded_linears(model):
+        for name in (f"{modules[linear]}.weight", f"{modules[linear]}.bias")[: 2 - along]:
+            if name in state:
+                state[name] = state[name].narrow(along, 0, model.config.vision_config.intermediate_size).contiguous()
+    return state
+
+
+def _padded_linears(model):
+    """(linear, its padded dimension, by how much) of each vision MLP that has gates."""
+    for block in model.model.visual.blocks:
+        if hasattr(block.mlp, "gate_proj"):
+            pad = -model.config.vision_config.intermediate_size % 8
+            yield from ((block.mlp.gate_proj, 0, pad), (block.mlp.up_proj, 0, pad), (block.mlp.down_proj, 1, pad))
 
 
 # --- Log-probs ---------------------------------------------------------------------------------------------------

@@ -105,13 +105,11 @@ class Decoder:
         self.prompt_lengths = torch.tensor(lengths, device=model.device)
         self.prompt_tokens = sum(lengths)
 
-        def padded(x):  # (T, heads, D) -> (B, heads, P, D)
-            table = x.new_zeros(len(extents), x.shape[1], longest, x.shape[2])
-            for b, (start, end) in enumerate(extents):
-                table[b, :, : end - start] = x[start:end].transpose(0, 1)
-            return table
-
-        self.prompt = [[padded(k), padded(v)] for k, v in row["kv"]]
+        # (T, kv heads, D) -> (B, kv heads, P, D) for keys and values of all layers at once; padding repeats some row
+        place = torch.arange(longest)[None] + torch.tensor([[start] for start, _ in extents])  # (B, P)
+        place = place.clamp(max=len(hidden) - 1).to(model.device)
+        tables = torch.stack([x for kv in row["kv"] for x in kv])[:, place].transpose(2, 3).contiguous()
+        self.prompt = list(zip(tables[::2], tables[1::2], strict=True))
         return hidden[torch.tensor([end - 1 for _, end in extents], device=model.device)]
 
     @torch.no_grad()
@@ -317,7 +315,7 @@ if triton:
 def attend_kernel(q, prompt_k, prompt_v, prompt_lengths, own_k, own_v, t, scaling):
     """The same in one kernel. Few rows are cut into more pieces, so that all of the GPU has something to do."""
     (n, heads, D), (_, kv, P, _), R = q.shape, prompt_k.shape, own_k.shape[2]
-    S, rep = 4 if n >= 32 else 16, heads // kv
+    S, rep = 16 if n < 32 else 8 if n < 128 else 4, heads // kv
     out = torch.empty(n, S, heads, D, device=q.device)
     largest, total = torch.empty(2, n, S, heads, device=q.device)
     pointers = q, prompt_k, prompt_v, prompt_lengths, own_k, own_v, t, out, largest, total
@@ -335,9 +333,11 @@ def draw(logits, temperature, penalty):
 
     argmax(log p + Gumbel noise) is a draw from p (Gumbel-max), and unlike torch.multinomial never waits for the GPU;
     minus the logarithm of an exponential variable is such noise."""
-    shape = logits.shape if temperature else (len(logits), 1)
-    noise = torch.ones(shape, device=logits.device)
-    return choose(logits, noise.exponential_() if temperature else noise, penalty, temperature or 1.0)
+    if temperature:
+        noise = torch.empty(logits.shape, device=logits.device).exponential_()
+    else:
+        noise = torch.ones(len(logits), 1, device=logits.device)
+    return choose(logits, noise, penalty, temperature or 1.0)
 
 
 @fused(rows=2)

@@ -122,3 +122,26 @@ def test_attention(tiny_work, tmp_path):
     assert [row["vlm_r1_gb"] for row in rows] == [72, None, None, None, 58, None, 42, None]
     if not torch.cuda.is_available():
         assert all("flash-attn runs on NVIDIA GPUs" in row["error"] for row in flash)
+
+
+def test_growth(tiny_work, tmp_path):
+    flags = "--base 2 2 --generations 2 4 --prompt_tokens 64 128 --prompts 1 2 --length 8".split()
+    meta, rows = run("growth.py", tiny_work, tmp_path / "growth.json", *flags)
+    points = [tuple(row[k] for k in ("prompts", "generations", "prompt_tokens", "completion_tokens")) for row in rows]
+    P = rows[0]["prompt_tokens"]  # with its picture
+    assert points == [(2, 2, P, 8), (2, 4, P, 8), (2, 2, 64, 8), (2, 2, 128, 8), (1, 2, P, 8)]  # the base point once
+    base, more, short, long, fewer = rows
+    assert [row["patches"] > 0 for row in rows] == [True, True, False, False, True]
+    assert all(row["step_s"] == pytest.approx(row["rollout_s"] + row["update_s"]) for row in rows)
+    size, flops = meta["sizes"], meta["ceilings"]["flops"]
+    # four completions more cost 8 operations a weight and token, and 16 a layer, pair and channel of attention
+    completions = 4 * 8 * (8 * (size["blocks"] + size["head"]) + 16 * 2 * 64 * (P + 4))
+    assert (more["update_paper_s"] - base["update_paper_s"]) * flops == pytest.approx(completions)
+    # a longer prompt costs what its tokens cost, and attention with its square and with what its completions read
+    prompts = 2 * (8 * size["blocks"] * 64 + 16 * 2 * 64 * ((128**2 - 64**2) / 2 + 2 * 8 * 64))
+    assert (long["update_paper_s"] - short["update_paper_s"]) * flops == pytest.approx(prompts)
+    # half the prompts: half the update, and a rollout that reads the weights as often
+    assert base["update_paper_s"] == pytest.approx(2 * fewer["update_paper_s"])
+    weights = 8 * size["itemsize"] * (size["blocks"] + size["head"]) / meta["ceilings"]["bytes_per_s"]
+    assert 2 * fewer["rollout_paper_s"] - base["rollout_paper_s"] == pytest.approx(weights)
+    assert meta["measured_over_paper"]["step"] > 1

@@ -83,7 +83,7 @@ def test_token_counts_share_a_compilation(checkpoints):
 
     def work(i):
         trainer(M.build_row([(prompts[i], random_completions([7, 3 + i]))], "cuda"))[0].sum().backward()
-        rollout.sample(policy, prompts[: i + 2], 3 + i % 3, 5, 1.0, [], 0)
+        rollout.sample(policy, prompts[: i + 2], 2 + i % 2, 5, 1.0, [], 0)  # under 32 rows: one way to cut keys
 
     work(0), work(1)
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
