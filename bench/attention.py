@@ -61,6 +61,8 @@ def measure(path, attention, checkpointing, form, G, R, repeats, record):
         row = modeling.build_row([(prompt, list(completions))], model.device)
         logps = lambda: policy(row)[0]  # noqa: E731
     else:
+        for module in model.modules():
+            vars(module).pop("forward", None)  # transformers' own layers and norms again
         if checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         logps = lambda: repeated_logps(model, prompt, completions)  # noqa: E731
