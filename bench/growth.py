@@ -16,9 +16,8 @@ once, the forward is computed twice), and the products inside attention, which l
 So G multiplies the completions alone, B everything but the reading of the weights, and P enters with its square only
 through attention. attention(pairs) = 4 x layers x heads x head size x pairs of query and key; a head's operations are
 charged to completion tokens alone, a vision tower's to patches. meta["measured_over_paper"] holds what the formula
-must be multiplied with (geometric mean over the points), for the rollout, the update and the step.
-
-Needs the folder that bench/step.py or bench/work.py makes. Left out: completion length, optimizer, several GPUs.
+must be multiplied with, the geometric mean over the points. Left out: completion length, optimizer, several GPUs.
+Needs the folder that bench/step.py or bench/work.py makes.
 """
 
 import argparse
@@ -55,7 +54,6 @@ def measure(policy, prompts, G, R, pad_id):
     cuts = grpo.cut_rows([len(p["input_ids"]) for p in prompts], [R] * N, grpo.Arguments.max_tokens_per_forward)
 
     def update(tokens, cuts):
-        tokens = tokens.cpu()
         for cut in cuts:
             groups = [(prompts[b], [tokens[i] for i in part]) for b, part in cut]
             (-policy(modeling.build_row(groups, model.device))[0].sum() / (N * R)).backward()
@@ -72,7 +70,7 @@ def measure(policy, prompts, G, R, pad_id):
     times, drawn = [], []
     while not times or (len(times) < 2 and sum(times[0]) < QUICK):
         sampling = seconds(lambda: drawn.append(rollout.sample(model, prompts, G, R, 1.0, [-1], pad_id)[0]))
-        times.append((sampling, seconds(lambda: update(drawn[-1], cuts))))
+        times.append((sampling, seconds(lambda: update(drawn[-1].cpu(), cuts))))
         model.zero_grad()
     return tuple(statistics.mean(part) for part in zip(*times, strict=True))
 
@@ -123,9 +121,9 @@ def main():
     for B, G, tokens in dict.fromkeys(points):  # the base point once
         release()
         prompts = [data.encode_prompt(dataset[i % len(dataset)], processor) for i in range(B)]
-        prompts = (
-            text_prompts(model, dataset[0], processor, B, tokens) if tokens else grpo.with_positions(model, prompts)
-        )
+        prompts = grpo.with_positions(model, prompts)
+        if tokens:
+            prompts = text_prompts(model, dataset[0], processor, B, tokens)
         row = {"prompts": B, "generations": G, "prompt_tokens": len(prompts[0]["input_ids"])}
         row |= {"completion_tokens": args.length, "patches": 0 if tokens else len(prompts[0]["pixel_values"])}
         row["rollout_s"], row["update_s"] = measure(policy, prompts, G, args.length, pad_id)

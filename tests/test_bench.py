@@ -137,6 +137,9 @@ def test_growth(tiny_work, tmp_path):
     # four completions more cost 8 operations a weight and token, and 16 a layer, pair and channel of attention
     completions = 4 * 8 * (8 * (size["blocks"] + size["head"]) + 16 * 2 * 64 * (P + 4))
     assert (more["update_paper_s"] - base["update_paper_s"]) * flops == pytest.approx(completions)
+    # and their decoding reads their own tokens, not the prompt again
+    read = 8 * 4 * (8 / 2) * size["kv"] / meta["ceilings"]["bytes_per_s"]
+    assert more["rollout_paper_s"] - base["rollout_paper_s"] == pytest.approx(read)
     # a longer prompt costs what its tokens cost, and attention with its square and with what its completions read
     prompts = 2 * (8 * size["blocks"] * 64 + 16 * 2 * 64 * ((128**2 - 64**2) / 2 + 2 * 8 * 64))
     assert (long["update_paper_s"] - short["update_paper_s"]) * flops == pytest.approx(prompts)
