@@ -101,6 +101,8 @@ def _expand(sources):
 def _read_yaml(path, folder):
     try:
         found = []
+        if not os.path.isfile(path):  # opening a pipe would block
+            raise FileNotFoundError("no such file")
         with open(path, encoding="utf-8-sig") as file:
             for entry in yaml.safe_load(file)["datasets"]:
                 for key in {"json_path", "image_folder"} & entry.keys():
@@ -351,7 +353,9 @@ def ensure_packed(sources, output_dir):
     for folder in (os.path.dirname(first), os.path.abspath(output_dir)):
         path = os.path.join(folder, name)
         try:
-            if os.path.exists(path) and PackedDataset(path).fingerprint == fingerprint:
+            if os.path.exists(path) and (packed := PackedDataset(path)).fingerprint == fingerprint:
+                if packed.skipped:
+                    tqdm.write(f"{path}: {packed.skipped} bad records were skipped when it was packed", file=sys.stderr)
                 return path
         except DataError as error:
             tqdm.write(f"{error}: packing again", file=sys.stderr)

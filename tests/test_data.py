@@ -1,6 +1,7 @@
 """data.py: sources, bad input, the packed file and damage to it, prompts, order, workers. All files are real ones."""
 
 import functools
+import importlib.util
 import io
 import json
 import multiprocessing
@@ -384,6 +385,11 @@ def test_nothing_left_is_an_error_and_leaves_no_file(folder, tmp_path):
 
 def test_sources_that_cannot_be_used_are_data_errors(folder, tmp_path):
     good = write_jsonl(tmp_path / "s.jsonl", [vlm_r1()])
+    for name in ("pipe.jsonl", "pipe.json", "pipe.yaml"):  # reading one would block
+        os.mkfifo(tmp_path / name)
+        with pytest.raises(DataError):
+            pack([(tmp_path / name, folder)], tmp_path / "out")
+        os.remove(tmp_path / name)
     wrong = [
         ([(tmp_path / "missing.jsonl", folder)], "out"),
         ([(tmp_path, folder)], "out"),
@@ -725,7 +731,7 @@ def test_fields_cannot_steer_a_terminal(folder, capsys):
 # ---- ensure_packed ---------------------------------------------------------------------------------------------------
 
 
-def test_ensure_packed_is_made_beside_the_source_reused_and_remade(folder, tmp_path):
+def test_ensure_packed_is_made_beside_the_source_reused_and_remade(folder, tmp_path, capsys):
     source = write_jsonl(tmp_path / "s.jsonl", [vlm_r1()])
     path = data.ensure_packed([(source, folder)], tmp_path / "run")
     assert os.path.dirname(path) == str(tmp_path) and os.path.basename(path).startswith("s.jsonl.")
@@ -747,6 +753,12 @@ def test_ensure_packed_is_made_beside_the_source_reused_and_remade(folder, tmp_p
     assert len(PackedDataset(data.ensure_packed([(source, folder)], tmp_path / "run"))) == 2
     open(path, "wb").write(content[:8] + b"\x09" + content[9:])  # another version
     assert len(PackedDataset(data.ensure_packed([(source, folder)], tmp_path / "run"))) == 2
+
+    capsys.readouterr()
+    write_jsonl(source, [vlm_r1(), vlm_r1("no.png")])
+    for said in ("no.png", "1 bad records were skipped when it was packed"):  # told again, in short
+        data.ensure_packed([(source, folder)], tmp_path / "run")
+        assert said in capsys.readouterr().err
 
     other = write_jsonl(tmp_path / "t.jsonl", [vlm_r1()])
     assert data.ensure_packed([(source, folder), (other, folder)], tmp_path / "run") != path
@@ -1090,3 +1102,30 @@ def test_command_line_as_a_program(folder, tmp_path):
     done = subprocess.run([sys.executable, data.__file__, *flags], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert PackedDataset(tmp_path / "out.packed")[0]["image"] == "a.png"
+
+
+def test_the_benchmark_in_small(tmp_path):
+    """bench/data.py: every reader gives rates, and what the README quotes is in its files."""
+    byte_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    bench = os.path.join(os.path.dirname(data.__file__), "bench", "data.py")
+    flags = (
+        f"--tokenizer {tmp_path}/tokenizer --output {tmp_path} --step_seconds 2 --pictures 4 --rounds 1 --seconds 0.1"
+    )
+    spec = importlib.util.spec_from_file_location("bench_data", bench)
+    program = sys.modules["bench_data"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(program)
+    program.main(f"{flags} --workers 1 --records 1000".split())
+    result = json.loads((tmp_path / "data.json").read_text())
+    assert result["meta"]["cores"] >= 1 and "--step_seconds 2" in result["meta"]["command"]
+    rows = {(row["part"], row.get("reader"), row.get("records")): row for row in result["rows"]}
+    for reader in ("sequential", "parallel", "mapped", "arrow"):
+        if "missing" not in rows["speed", reader, None]:
+            assert (
+                rows["speed", reader, None]["pictures_per_second"] > 1 and rows["speed", reader, None]["cores_busy"] > 0
+            )
+            if reader != "parallel":
+                assert (
+                    rows["opening", reader, 1000]["open_ms"] > 0 and rows["opening", reader, 1000]["worker_rss_mb"] > 50
+                )
+    assert rows["need", None, None]["pictures_per_second"] == 4 and rows["pictures", None, None]["min_kb"] > 40
+    assert Image.open(tmp_path / "data.png").size > (800, 400)
