@@ -131,7 +131,7 @@ def _read_items(path):
             try:
                 item = json.loads(text.decode("utf-8-sig"))
             except (ValueError, RecursionError) as error:  # ValueError: not JSON, not UTF-8, a number of 5,000 digits
-                item = DataError(f"is no UTF-8 JSON ({error}); correct it (in jsonl a bad line loses only itself)")
+                item = DataError(f"is no UTF-8 JSON ({error}); correct it (at most {MAX_RECORD_BYTES:,} bytes a line)")
             yield number, file.tell(), item
 
 
@@ -541,9 +541,7 @@ def info(path):
     print(f"{len(dataset)} records: {dataset.train} train, {len(dataset) - dataset.train} val; the first one's fields:")
     for key, value in dataset[0].items() if len(dataset) else ():
         value = f"{len(value)} encoded" if key == "images" else repr(value)
-        print(
-            f"  {repr(key)[1:-1]:.100}: {value:.100}"
-        )  # repr: a control sequence in a field must not reach a terminal
+        print(f"  {repr(key)[1:-1]:.100}: {value:.100}")  # repr: no field's control sequence reaches a terminal
 
 
 def verify(path):

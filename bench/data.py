@@ -31,9 +31,9 @@ import sys
 import tempfile
 import time
 
-# Before the imports: this folder holds a data.py, too, and forked workers need no threads of their own.
+# Before the imports: this folder holds a data.py, too; forked workers need no threads, and nothing is downloaded.
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ |= {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
 
 import numpy as np
 import torch
@@ -209,39 +209,42 @@ def measure_speed(add, folder, tokenizer, args):
     data.pack([(source, folder)], packed)
     dataset = data.PackedDataset(packed)
     encode = functools.partial(data.encode_prompt, processor=make_processor(os.path.join(folder, "model"), tokenizer))
-    sizes = [len(record["images"][0]) for record in dataset]
-    add(
-        part="pictures",
-        count=len(sizes),
-        min_kb=min(sizes) / 1e3,
-        mean_kb=np.mean(sizes) / 1e3,
-        max_kb=max(sizes) / 1e3,
-    )
+    sizes = [len(record["images"][0]) / 1e3 for record in dataset]
+    add(part="pictures", count=len(sizes), min_kb=min(sizes), mean_kb=statistics.mean(sizes), max_kb=max(sizes))
     measure_stages(add, dataset, encode)
     arrow = datasets and Arrow(save_arrow(os.path.join(folder, "arrow"), list(dataset)))
+    measure_readers(add, args, {"sequential": lambda: sequential(source, folder, encode)}, 0)
     for workers in args.workers:
         files = [os.path.join(folder, f"{workers}.{k}.jsonl") for k in range(workers)]
         for k, path in enumerate(files):
             write_json(path, records[k::workers])
         options = {"batch_size": None, "num_workers": workers, "prefetch_factor": 4}
-        readers = {"sequential": lambda: sequential(source, folder, encode)} if workers == args.workers[0] else {}
-        readers["parallel"] = lambda files=files, options=options: DataLoader(Files(files, folder, encode), **options)
-        readers["mapped"] = lambda workers=workers: loader_over(dataset, encode, workers)
-        readers["arrow"] = lambda workers=workers: loader_over(arrow, encode, workers)
-        found = {name: [] for name in readers}
-        for _ in range(args.rounds):
-            for name, make in readers.items():
-                if name != "arrow" or datasets:
-                    found[name].append(rate(make(), 0 if name == "sequential" else workers, args.seconds))
-        for name, rates in found.items():
-            row = {"part": "speed", "reader": name, "workers": 0 if name == "sequential" else workers}
-            if not rates:
-                add(**row, missing=NO_ARROW)
-                continue
-            speed, busy = (statistics.median(values) for values in zip(*rates, strict=True))
-            row |= {"pictures_per_second": speed, "min": min(rates)[0], "max": max(rates)[0], "cores_busy": busy}
-            add(**row, cpu_percent=100 * busy / len(os.sched_getaffinity(0)), cpu_ms_per_picture=1e3 * busy / speed)
+        readers = {
+            "parallel": lambda files=files, options=options: DataLoader(Files(files, folder, encode), **options),
+            "mapped": lambda workers=workers: loader_over(dataset, encode, workers),
+            "arrow": lambda workers=workers: loader_over(arrow, encode, workers),
+        }
+        measure_readers(add, args, readers, workers)
     return encode
+
+
+def measure_readers(add, args, readers, workers):
+    """A row for each of {name: function that makes its loader}, which take turns."""
+    found, missing = {name: [] for name in readers}, {} if datasets else {"arrow": NO_ARROW}
+    for name, make in list(readers.items()) * args.rounds:
+        try:
+            if name not in missing:
+                found[name].append(rate(make(), workers, args.seconds))
+        except RuntimeError as error:  # a worker died, of a /dev/shm too small for what is prefetched, say
+            missing[name] = str(error)
+    for name, rates in found.items():
+        row = {"part": "speed", "reader": name, "workers": workers}
+        if name in missing:
+            add(**row, missing=missing[name])
+            continue
+        speed, busy = (statistics.median(values) for values in zip(*rates, strict=True))
+        row |= {"pictures_per_second": speed, "min": min(rates)[0], "max": max(rates)[0], "cores_busy": busy}
+        add(**row, cpu_percent=100 * busy / len(os.sched_getaffinity(0)), cpu_ms_per_picture=1e3 * busy / speed)
 
 
 def measure_stages(add, dataset, encode):
@@ -318,7 +321,7 @@ def measure_opening(add, folder, encode, counts):
 
 def add_need(add, rows, step_seconds):
     """What one GPU takes in GRPO, and what training's own loader gives with two workers a rank, its default."""
-    mapped = [row for row in rows if row["part"] == "speed" and row["reader"] == "mapped"]
+    mapped = [row for row in rows if row["part"] == "speed" and row["reader"] == "mapped" and "missing" not in row]
     two = min(mapped, key=lambda row: abs(row["workers"] - 2))
     need, given = BATCH / step_seconds, two["pictures_per_second"]
     add(
@@ -375,6 +378,11 @@ def draw(path, rows):
     figure.savefig(path)
 
 
+def gpu_name():
+    """In a child: the workers' parent had better not have touched the GPU."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
+
+
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokenizer", required=True, help="folder of a Qwen tokenizer")
@@ -395,12 +403,9 @@ def main(argv=None):
     torch.set_num_threads(1)  # as in the workers
     versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
     versions |= {"transformers": transformers.__version__, "datasets": datasets.__version__ if datasets else NO_ARROW}
-    meta = {
-        "date": time.strftime("%Y-%m-%d"),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-    }
     command = " ".join(["python", "bench/data.py", *(argv or sys.argv[1:])])
-    meta |= {"versions": versions, "command": command, "cores": cores}
+    meta = {"date": time.strftime("%Y-%m-%d"), "gpu": in_a_child(gpu_name), "cores": cores}
+    meta |= {"versions": versions, "command": command}
     rows, path = [], os.path.join(args.output, "data.json")
     os.makedirs(args.output, exist_ok=True)
 
