@@ -14,6 +14,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import inspect
 import json
 import os
 
@@ -23,7 +24,6 @@ import transformers
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoTokenizer
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 # model_type -> (model class, processor class named in its checkpoints, scale of the boxes that it answers with).
@@ -136,11 +136,25 @@ def load_policy(
     if report["missing_keys"]:  # transformers fills them with random numbers
         raise ValueError(f"{path} lacks {len(report['missing_keys'])} tensors, {min(report['missing_keys'])} for one")
     model.attention_choice = (attention, reason)
+    use_own_layers(model, attention)
     limits = {name: value for name, value in (("min_pixels", min_pixels), ("max_pixels", max_pixels)) if value}
     processor = Processor(path, model_type, **limits)
     if freeze_vision_modules:
         model.model.visual.requires_grad_(False)
     return model.to(device), processor
+
+
+def weight_counts(model):
+    """How many numbers a token meets on its way: in the decoder's layers, the head, and the vision tower (a patch)."""
+    parts = {"layers": model.model.language_model.layers, "head": model.lm_head, "vision": model.model.visual.blocks}
+    return {name: sum(parameter.numel() for parameter in part.parameters()) for name, part in parts.items()}
+
+
+def training_operations(sizes, completion_tokens, prompt_tokens, patches):
+    """Operations of a forward and backward over packed rows: 2 a weight and token forward, 4 backward. Recomputation is
+    not counted (it is no progress), nor are the products inside attention."""
+    layers = sizes["layers"] * (completion_tokens + prompt_tokens)
+    return 6 * (layers + sizes["head"] * completion_tokens + sizes["vision"] * patches)
 
 
 def eos_token_ids(model, tokenizer):
@@ -269,7 +283,7 @@ def build_row(groups, device="cpu"):
     prompt's last one, on all axes. The row is a dict; with T tokens in it and M of them completion tokens:
       input_ids (T,), position_ids (3, T), pixel_values and image_grid_thw of the pictures, once a prompt
       cu_q, cu_k (S+1,), max_q, max_k, kv_index: the S variable-length sequences of `packed_attention`
-      blocks: (start, end, mask) a group, the same pattern as a dense mask, for kernels without variable lengths
+      groups: (start, end, [P, R1 ... RG]) each; kernels without variable lengths make dense masks of them
       predict_from (M,), targets (M,): hidden state `predict_from[m]` predicts token `targets[m]`
       place (M, 2): where token m stands in the (N, R) table of completions; shape = (N, R)
     """
@@ -314,7 +328,7 @@ def build_row(groups, device="cpu"):
     }
     # One copy to the GPU a tensor, from pageable memory: it waits for the copy, not for the GPU's queue.
     row = {name: value if value is None else value.to(device) for name, value in row.items()}
-    row["blocks"] = [(s, e, _group_mask(lengths, device)) for s, e, lengths in extents]
+    row["groups"] = extents
     row["max_q"], row["max_k"] = max(q_lengths), max(k_lengths)
     row["shape"] = (n, max([len(c) for _, completions in groups for c in completions], default=0))
     return row
@@ -328,58 +342,272 @@ def _group_mask(lengths, device):
     return same & torch.ones_like(same).tril()
 
 
-def packed_attention(backend, module, query, key, value, attention_mask, scaling=None, packed=None, **kwargs):
-    """Attention over a packed row, in the form of a transformers attention function: (1, heads, T, D) in, (1, T,
-    heads, D) out. `packed` is the row; every transformers layer hands it through.
+def varlen_attention(attention, q, k, v, cu_q, cu_k, max_q, max_k, scaling, causal):
+    """Attention over S sequences laid end to end: q (Tq, heads, D), k and v (Tk, kv heads, D) -> (Tq, heads, D).
 
-    Where `packed["kv"]` is a dict, the rotated keys and values are also left there by layer: the sampler's prefill.
+    Sequence s holds the rows cu[s] ... cu[s+1]. Where a sequence has more keys than queries, the causal mask is aligned
+    to the bottom right: the last query sees the last key. Without a kernel for it this is a loop over the sequences.
+    """
+    if attention == "flash_attention_2":
+        from flash_attn import flash_attn_varlen_func  # aligns to the bottom right since 2.1
+
+        return flash_attn_varlen_func(q, k, v, cu_q, cu_k, max_q, max_k, softmax_scale=scaling, causal=causal)
+    if has_varlen(attention, q):
+        return _torch_varlen()(q, k, v, cu_q, cu_k, max_q, max_k, scale=scaling, causal=causal)
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    outputs, cu_q, cu_k = [], cu_q.tolist(), cu_k.tolist()
+    for s in range(len(cu_q) - 1):
+        parts = q[cu_q[s] : cu_q[s + 1]], k[cu_k[s] : cu_k[s + 1]], v[cu_k[s] : cu_k[s + 1]]
+        sq, sk, sv = (x.transpose(0, 1) for x in parts)  # (T, heads, D) -> (heads, T, D)
+        mask = torch.ones(sq.shape[1], sk.shape[1], dtype=torch.bool, device=q.device)
+        mask = mask.tril(sk.shape[1] - sq.shape[1]) if causal else mask
+        outputs.append(masked_attention(attention, sq, sk, sv, mask, scaling).transpose(0, 1))
+    return torch.cat(outputs)
+
+
+@functools.cache
+def _torch_varlen():
+    """PyTorch's own variable-length attention, whose signature differs between versions, as f(..., scale, causal)."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    names = inspect.signature(varlen_attn).parameters
+    grouped = {"enable_gqa": True} if "enable_gqa" in names else {}
+
+    def run(*tensors, scale, causal):
+        how = {"is_causal": causal} if "is_causal" in names else {"window_size": (-1, 0) if causal else (-1, -1)}
+        return varlen_attn(*tensors, scale=scale, **how, **grouped)
+
+    return run
+
+
+def has_varlen(attention, q):
+    """Can this run in one variable-length kernel: flash-attn's, or for sdpa on a GPU the one inside PyTorch."""
+    kernel = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and torch.cuda.get_device_capability() >= (8, 0)
+    return attention == "flash_attention_2" or (attention == "sdpa" and kernel)
+
+
+def masked_attention(attention, q, k, v, mask, scaling):
+    """Attention with a dense mask (True: sees), by PyTorch's kernel or spelt out: (..., heads, T, D)."""
+    if attention == "sdpa":
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)
+    scores = (q @ k.transpose(-1, -2) * scaling).masked_fill(~mask, float("-inf"))
+    return scores.float().softmax(-1).to(q.dtype) @ v
+
+
+def packed_attention(attention, q, k, v, row, scaling):
+    """Attention over a packed row: q (T, heads, D), k and v (T, kv heads, D) -> (T, heads, D)."""
+    if has_varlen(attention, q):
+        # Keys and values are gathered so that each completion has [prompt, itself]; queries are not.
+        k, v = k[row["kv_index"]], v[row["kv_index"]]
+        lengths = row["cu_q"], row["cu_k"], row["max_q"], row["max_k"]
+        return varlen_attention(attention, q, k, v, *lengths, scaling, causal=True)
+    # Without such a kernel: one dense mask a group (groups do not see each other, so no T x T matrix).
+    if "masks" not in row:
+        row["masks"] = [_group_mask(lengths, q.device) for _, _, lengths in row["groups"]]
+    repeats, outputs = q.shape[1] // k.shape[1], []
+    for (start, end, _), mask in zip(row["groups"], row["masks"], strict=True):
+        gq, gk, gv = (x[start:end].transpose(0, 1)[None] for x in (q, k, v))  # (T, heads, D) -> (1, heads, T_g, D)
+        gk, gv = gk.repeat_interleave(repeats, dim=1), gv.repeat_interleave(repeats, dim=1)
+        outputs.append(masked_attention(attention, gq, gk, gv, mask, scaling)[0].transpose(0, 1))
+    return torch.cat(outputs)
+
+
+# --- The layers, by hand --------------------------------------------------------------------------------------------
+# transformers' own layers launch some forty small kernels each, which keeps a GPU waiting for Python. These do the same
+# sums on the same modules (so that ZeRO-3's hooks on them run), with the small kernels fused. All three families share
+# one decoder layer and one vision block.
+
+
+def fused(rows):
+    """torch.compile a function for the GPU; a CPU runs it as it stands. Its first `rows` arguments are tensors whose
+    first dimension changes from call to call (tokens): they share one compilation, everything else is a constant."""
+
+    def decorate(function):
+        compiled = torch.compile(function, dynamic=False)
+
+        @functools.wraps(function)
+        def run(*args):
+            if not args[0].is_cuda:
+                return function(*args)
+            for tensor in args[:rows]:
+                torch._dynamo.maybe_mark_dynamic(tensor, 0)
+            return compiled(*args)
+
+        return run
+
+    return decorate
+
+
+# A compilation a shape of heads, dtype and grad mode: more than PyTorch's 8 before it gives up on a function.
+torch._dynamo.config.recompile_limit = 64
+
+
+def rotate(q, k, cos, sin):
+    """Rotary embedding (arXiv 2104.09864) in the half-split layout: q and k (T, heads, D), cos and sin (T, D)."""
+    cos, sin = cos[:, None].float(), sin[:, None].float()  # (T, 1, D)
+
+    def turn(x):
+        a, b = x.float().chunk(2, dim=-1)
+        return (torch.cat([a, b], dim=-1) * cos + torch.cat([-b, a], dim=-1) * sin).to(x.dtype)
+
+    return turn(q), turn(k)
+
+
+def swiglu_gradient(grad, gate, up):
+    """Gradients of silu(gate) * up, with silu(x) = x s and its derivative s (1 + x (1 - s)), s = sigmoid(x)."""
+    g, x, u = grad.float(), gate.float(), up.float()
+    s = x.sigmoid()
+    return (g * u * s * (1 + x * (1 - s))).to(gate.dtype), (g * x * s).to(up.dtype)
+
+
+rotate_fused = fused(rows=4)(rotate)  # `rotate` itself is for functions that are fused with more around it
+swiglu_fused = fused(rows=2)(lambda gate, up: F.silu(gate) * up)
+swiglu_gradient_fused = fused(rows=3)(swiglu_gradient)
+
+
+# Their backward by hand: letting torch.compile derive it costs twice the processor time a call, and a GPU waits for it.
+class Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, cos, sin):
+        ctx.save_for_backward(cos, sin)
+        return rotate_fused(q, k, cos, sin)
+
+    @staticmethod
+    def backward(ctx, grad_q, grad_k):
+        cos, sin = ctx.saved_tensors
+        return *rotate_fused(grad_q, grad_k, cos, -sin), None, None  # a rotation's transpose turns back
+
+
+class Swiglu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gate, up):
+        ctx.save_for_backward(gate, up)
+        return swiglu_fused(gate, up)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return swiglu_gradient_fused(grad, *ctx.saved_tensors)
+
+
+def rms_norm(norm, x):
+    return F.rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
+
+
+def aligned_linear(linear, out_pad, x):
+    """A linear layer with `out_pad` more outputs, or reading as many more inputs, all zero. Fast matrix kernels want
+    widths that are multiples of 8; Qwen2.5-VL's vision tower has 3,420, for which cuBLAS takes kernels of half the
+    speed. silu(0) * 0 = 0, so the zeros between the two layers stay zeros."""
+    in_pad = x.shape[-1] - linear.in_features
+    bias = linear.bias if linear.bias is None else F.pad(linear.bias, (0, out_pad))
+    return F.linear(x, F.pad(linear.weight, (0, in_pad, 0, out_pad)), bias)
+
+
+def mlp(module, x):
+    if hasattr(module, "gate_proj"):  # all decoders, and Qwen2.5-VL's vision tower
+        return module.down_proj(Swiglu.apply(module.gate_proj(x), module.up_proj(x)))
+    return module(x)
+
+
+def decoder_layer(layer, attention, hidden_states, position_embeddings=None, packed=None, **kwargs):
+    """A decoder layer over a packed row, in the form that transformers calls it: (1, T, H) -> (1, T, H). Without a row
+    it is transformers' own.
+
+    Where `packed["kv"]` is a list, the rotated keys and values are also left there: the sampler's prefill.
     """
     if packed is None:
-        raise RuntimeError("packed attention was called without a row; call Policy(row), not the model")
+        return type(layer).forward(layer, hidden_states, position_embeddings=position_embeddings, **kwargs)
+    x, a, (cos, sin) = hidden_states[0], layer.self_attn, position_embeddings
+    h = layer.input_layernorm(x)
+    q, k, v = (f(h).view(len(x), -1, a.head_dim) for f in (a.q_proj, a.k_proj, a.v_proj))  # (T, heads, D)
+    if hasattr(a, "q_norm"):  # Qwen3-VL
+        q, k = a.q_norm(q), a.k_norm(k)
+    q, k = Rotate.apply(q, k, cos[0], sin[0])
     if "kv" in packed:
-        packed["kv"][module.layer_idx] = (key[0], value[0])  # (heads_kv, T, D)
-    if backend == "flash_attention_2":
-        from flash_attn import flash_attn_varlen_func
-
-        # (1, heads, T, D) -> (T, heads, D). Keys and values are gathered so that each completion has [prompt,
-        # itself]; queries are not. flash-attn >= 2.1 aligns the causal mask to the bottom right, as this needs.
-        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-        k, v = k[packed["kv_index"]], v[packed["kv_index"]]
-        lengths = packed["cu_q"], packed["cu_k"], packed["max_q"], packed["max_k"]
-        return flash_attn_varlen_func(q, k, v, *lengths, softmax_scale=scaling, causal=True)[None], None
-    # Without variable-length kernels: one dense mask a group (groups do not see each other, so no T x T matrix).
-    repeats = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
-    outputs = []
-    for start, end, mask in packed["blocks"]:
-        q, k, v = query[:, :, start:end], key[:, :, start:end], value[:, :, start:end]
-        if backend == "sdpa":
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)
-        else:
-            scores = (q @ k.transpose(-1, -2) * scaling).masked_fill(~mask, float("-inf"))
-            out = scores.float().softmax(-1).to(q.dtype) @ v
-        outputs.append(out)
-    return torch.cat(outputs, dim=2).transpose(1, 2), None  # (1, heads, T, D) -> (1, T, heads, D)
+        packed["kv"].append((k, v))
+    x = x + a.o_proj(packed_attention(attention, q, k, v, packed, a.scaling).flatten(1))
+    return (x + mlp(layer.mlp, layer.post_attention_layernorm(x)))[None]
 
 
-# Names for transformers' registry; one with "flash" in it would make some models look for kernels of their own.
-PACKED = {"flash_attention_2": "packed_varlen", "sdpa": "packed_sdpa", "eager": "packed_eager"}
-for _backend, _name in PACKED.items():
-    ALL_ATTENTION_FUNCTIONS.register(_name, functools.partial(packed_attention, _backend))
+def vision_block(block, attention, hidden_states, cu_seqlens, position_embeddings, max_seqlen=None, packed=None, **kw):
+    """A block of the vision tower, (patches, H) -> (patches, H); patches see those of their window or their picture.
+    Without a row it is transformers' own."""
+    if packed is None:
+        rest = {"position_embeddings": position_embeddings, "max_seqlen": max_seqlen} | kw
+        return type(block).forward(block, hidden_states, cu_seqlens=cu_seqlens, **rest)
+    x, a = hidden_states, block.attn
+    q, k, v = a.qkv(block.norm1(x)).view(len(x), 3, a.num_heads, -1).unbind(1)  # (patches, heads, D)
+    q, k = Rotate.apply(q, k, *position_embeddings)
+    lengths = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
+    x = x + a.proj(varlen_attention(attention, q, k, v, *lengths, a.scaling, causal=False).flatten(1))
+    return x + mlp(block.mlp, block.norm2(x))
+
+
+def use_own_layers(model, attention):
+    """Put the functions above into the place of transformers' own, module by module."""
+    for layer in model.model.language_model.layers:
+        layer.forward = functools.partial(decoder_layer, layer, attention)
+    for block in model.model.visual.blocks:
+        block.forward = functools.partial(vision_block, block, attention)
+    for module in model.modules():
+        if hasattr(module, "variance_epsilon"):  # the RMSNorm of all three families
+            module.forward = functools.partial(rms_norm, module)
+        if hasattr(module, "gate_proj") and module.gate_proj.out_features % 8:
+            pad = -module.gate_proj.out_features % 8
+            for linear, out_pad in ((module.gate_proj, pad), (module.up_proj, pad), (module.down_proj, 0)):
+                linear.forward = functools.partial(aligned_linear, linear, out_pad)
 
 
 # --- Log-probs ---------------------------------------------------------------------------------------------------
 
 
-def token_logps(hidden, weight, targets, banned, temperature):
-    """Log-prob of each target and the entropy of its distribution: hidden (M, H), weight (V, H), targets (M,) ->
-    (M,), (M,). Float32 log-softmax of logits / temperature, placeholders at probability 0."""
-    logits = (hidden @ weight.T).float() / temperature  # (M, V)
-    logits = logits.index_fill(1, banned, float("-inf"))
-    logps = logits.log_softmax(-1)
-    with torch.no_grad():
-        entropy = -(logps.exp() * logps.masked_fill(logps.isneginf(), 0)).sum(-1)
-    return logps.gather(1, targets[:, None])[:, 0], entropy
+@fused(rows=2)
+def logit_statistics(logits, targets, penalty, temperature):
+    """Float32 log-softmax of logits / temperature + penalty, without the (M, V) table of it: the log-prob of each
+    target, the entropy and the log-sum-exp, (M,) each."""
+    z = logits.float() / temperature + penalty  # (M, V)
+    lse = z.logsumexp(-1)
+    logps = z - lse[:, None]
+    entropy = -(logps.exp() * logps.clamp(min=-1e30)).sum(-1)  # a placeholder has p = 0, and 0 x -inf is NaN
+    return logps.gather(1, targets[:, None])[:, 0], entropy, lse
+
+
+@fused(rows=4)
+def logit_gradient(logits, targets, lse, grad, penalty, temperature):
+    """Gradient of sum(grad * log-prob of the target) by the logits: (one-hot - p) * grad / temperature, (M, V)."""
+    p = (logits.float() / temperature + penalty - lse[:, None]).exp()
+    hot = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
+    return ((hot.float() - p) * (grad / temperature)[:, None]).to(logits.dtype)
+
+
+class TokenLogps(torch.autograd.Function):
+    """Log-prob of each target and the entropy of its distribution: hidden (M, H), weight (V, H), targets (M,), penalty
+    (V,) -> (M,), (M,). The entropy is a metric, without a gradient.
+
+    LOGIT_CHUNK tokens at a time, and a chunk's logits are computed again in the backward, so that no (M, V) tensor
+    exists. By hand, because autograd would keep and pass over some ten tables of that size.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, weight, targets, penalty, temperature):
+        chunks = zip(hidden.split(LOGIT_CHUNK), targets.split(LOGIT_CHUNK), strict=True)
+        parts = [logit_statistics(h @ weight.T, t, penalty, temperature) for h, t in chunks]
+        logps, entropy, lse = (torch.cat(part) for part in zip(*parts, strict=True))
+        ctx.save_for_backward(hidden, weight, targets, penalty, lse)
+        ctx.temperature = temperature
+        ctx.mark_non_differentiable(entropy)
+        return logps, entropy
+
+    @staticmethod
+    def backward(ctx, grad, _):
+        hidden, weight, targets, penalty, lse = ctx.saved_tensors
+        d_hidden, d_weight = torch.empty_like(hidden), None
+        chunks = (x.split(LOGIT_CHUNK) for x in (hidden, targets, lse, grad, d_hidden))
+        for h, t, lse_part, g, out in zip(*chunks, strict=True):
+            d_logits = logit_gradient(h @ weight.T, t, lse_part, g, penalty, ctx.temperature)
+            torch.mm(d_logits, weight, out=out)
+            if ctx.needs_input_grad[1]:
+                d_weight = d_logits.T @ h if d_weight is None else d_weight.addmm_(d_logits.T, h)
+        return d_hidden, d_weight, None, None, None
 
 
 class LogProbs(nn.Module):
@@ -389,15 +617,16 @@ class LogProbs(nn.Module):
     def __init__(self, weight, banned, temperature):
         super().__init__()
         self.weight, self.temperature = weight, temperature
-        self.register_buffer("banned", torch.tensor(banned, device=weight.device), persistent=False)
+        self.register_buffer("penalty", token_penalty(len(weight), banned, weight.device), persistent=False)
 
     def forward(self, hidden, targets):
-        """hidden (M, H), targets (M,) -> log-probs (M,), entropies (M,), LOGIT_CHUNK tokens at a time. A chunk's
-        logits are recomputed in the backward, so no (M, V) tensor outlives its chunk."""
-        chunks = zip(hidden.split(LOGIT_CHUNK), targets.split(LOGIT_CHUNK), strict=True)
-        run = functools.partial(checkpoint, token_logps, use_reentrant=False)
-        parts = [run(h, self.weight, t, self.banned, self.temperature) for h, t in chunks]
-        return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
+        """hidden (M, H), targets (M,) -> log-probs (M,), entropies (M,)."""
+        return TokenLogps.apply(hidden, self.weight, targets, self.penalty, self.temperature)
+
+
+def token_penalty(vocabulary, banned, device):
+    """What is added to the logits (V,): -inf for the banned ids, which gives them probability 0."""
+    return torch.zeros(vocabulary, device=device).index_fill(0, torch.tensor(banned, device=device), float("-inf"))
 
 
 def hidden_states(model, row):
@@ -415,9 +644,9 @@ class Policy(nn.Module):
         super().__init__()
         self.model = model
         self.head = LogProbs(model.lm_head.weight, placeholder_ids(model.config), temperature)
-        # The text model alone: setting it on the top config would reach the vision tower too.
-        attention = model.config._attn_implementation
-        model.set_attn_implementation({"text_config": PACKED[attention], "vision_config": attention})
+        # transformers asks these names only whether to build masks, and whether the vision tower wants max_seqlen
+        model.model.language_model.config._attn_implementation = "packed"
+        model.model.visual.config._attn_implementation = "packed_flash"
 
     def forward(self, row):
         """A row of build_row -> log-probs (N, R) and entropies (N, R), float32, 0 where there is no token."""

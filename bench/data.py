@@ -15,7 +15,7 @@ not in these numbers. Pictures are dead leaves (occluding shapes) with 1/f textu
 hence its size and decoding time. Opening is the best of five on text records; a worker's RSS is that after 2,000 of
 them at random.
 
-Writes data.json after every row, and data.png, into --output. Linux only (/proc).
+Writes --output after every row, and a picture beside it. Linux only (/proc).
 """
 
 import argparse
@@ -25,7 +25,6 @@ import itertools
 import json
 import multiprocessing
 import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -37,8 +36,8 @@ os.environ |= {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
 
 import numpy as np
 import torch
-import transformers
 from PIL import Image
+from step import HERE, meta, write
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from transformers import AutoTokenizer
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -48,11 +47,12 @@ import model
 
 try:
     import datasets
+
+    VERSION = datasets.__version__
 except ImportError as error:  # no datasets, or no pyarrow for it
-    datasets, NO_ARROW = None, f"{type(error).__name__}: {error}"
+    datasets, VERSION = None, f"{type(error).__name__}: {error}"
 
 BATCH = 8  # pictures a step, and prompts a batch
-HERE = os.path.dirname(os.path.abspath(__file__))
 QUESTION = "Please provide the bounding box coordinate of the region this sentence describes: the red cup."
 COLORS = {"sequential": "#888888", "parallel": "#d98c21", "mapped": "#2166ac", "arrow": "#5aae61"}
 
@@ -230,7 +230,7 @@ def measure_speed(add, folder, tokenizer, args):
 
 def measure_readers(add, args, readers, workers):
     """A row for each of {name: function that makes its loader}, which take turns."""
-    found, missing = {name: [] for name in readers}, {} if datasets else {"arrow": NO_ARROW}
+    found, missing = {name: [] for name in readers}, {} if datasets else {"arrow": VERSION}
     for name, make in list(readers.items()) * args.rounds:
         try:
             if name not in missing:
@@ -313,7 +313,7 @@ def measure_opening(add, folder, encode, counts):
             open_ms, worker = in_a_child(open_and_read, reader, path, encode)
             add(part="opening", reader=reader, records=count, open_ms=open_ms, worker_rss_mb=worker)
         if not datasets:
-            add(part="opening", reader="arrow", records=count, missing=NO_ARROW)
+            add(part="opening", reader="arrow", records=count, missing=VERSION)
 
 
 # --- The report ------------------------------------------------------------------------------------------------------
@@ -334,12 +334,11 @@ def add_need(add, rows, step_seconds):
 
 
 def shortest_step(path):
-    """Seconds of the fastest measured step of BATCH prompts on one GPU, where bench/results/step.json has one."""
+    """Seconds of the fastest step that bench/step.py measured, or where it has not 2.4, which it once gave."""
     if not os.path.exists(path):
         return 2.4
     with open(path) as file:
-        seconds = [row.get("step_seconds", row.get("step_time")) for row in json.load(file)["rows"]]
-    return min((s for s in seconds if s), default=2.4)
+        return min((row["step_s"] for row in json.load(file)["rows"] if not row["error"]), default=2.4)
 
 
 def draw(path, rows):
@@ -378,15 +377,10 @@ def draw(path, rows):
     figure.savefig(path)
 
 
-def gpu_name():
-    """In a child: the workers' parent had better not have touched the GPU."""
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
-
-
-def main(argv=None):
+def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokenizer", required=True, help="folder of a Qwen tokenizer")
-    parser.add_argument("--output", default=os.path.join(HERE, "results"), help="folder of data.json and data.png")
+    parser.add_argument("--output", default=os.path.join(HERE, "results", "data.json"))
     parser.add_argument(
         "--step_seconds", type=float, help="a GRPO step on one GPU; else bench/results/step.json's, or 2.4"
     )
@@ -397,30 +391,23 @@ def main(argv=None):
     parser.add_argument("--pictures", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=1.2, help="of each reader in each round")
-    args = parser.parse_args(argv)
+    args = parser.parse_args()
     cores = len(os.sched_getaffinity(0))
     args.workers = [count for count in args.workers if count <= cores] or [1]
     torch.set_num_threads(1)  # as in the workers
-    versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
-    versions |= {"transformers": transformers.__version__, "datasets": datasets.__version__ if datasets else NO_ARROW}
-    command = " ".join(["python", "bench/data.py", *(argv or sys.argv[1:])])
-    meta = {"date": time.strftime("%Y-%m-%d"), "gpu": in_a_child(gpu_name), "cores": cores}
-    meta |= {"versions": versions, "command": command}
-    rows, path = [], os.path.join(args.output, "data.json")
-    os.makedirs(args.output, exist_ok=True)
+    # In a child: the workers' parent had better not have touched the GPU, whose name this asks for.
+    where, rows = in_a_child(functools.partial(meta, cores=cores, datasets=VERSION)), []
 
     def add(**row):
-        rounded = {name: float(f"{value:.4g}") if isinstance(value, float) else value for name, value in row.items()}
-        print("  ".join(f"{name} {value}" for name, value in rounded.items()), flush=True)
-        rows.append(rounded)
-        with open(path, "w") as file:
-            json.dump({"meta": meta, "rows": rows}, file, indent=1)
+        rows.append({name: float(f"{value:.4g}") if isinstance(value, float) else value for name, value in row.items()})
+        print("  ".join(f"{name} {value}" for name, value in rows[-1].items()), flush=True)
+        write(args.output, where, rows)
 
     with tempfile.TemporaryDirectory() as folder:
         encode = measure_speed(add, folder, args.tokenizer, args)
         add_need(add, rows, args.step_seconds or shortest_step(os.path.join(HERE, "results", "step.json")))
         measure_opening(add, folder, encode, args.records)
-    draw(os.path.join(args.output, "data.png"), rows)
+    draw(os.path.splitext(args.output)[0] + ".png", rows)
 
 
 if __name__ == "__main__":

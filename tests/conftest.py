@@ -59,7 +59,7 @@ def tiny_config(family, tokenizer, layers=2):
     if family == "qwen2_vl":
         vision |= dict(embed_dim=32, hidden_size=64, num_heads=2, mlp_ratio=2)
     elif family == "qwen2_5_vl":
-        vision |= dict(hidden_size=32, out_hidden_size=64, num_heads=2, intermediate_size=48)
+        vision |= dict(hidden_size=32, out_hidden_size=64, num_heads=2, intermediate_size=52)  # no multiple of 8
         vision |= dict(fullatt_block_indexes=[1], window_size=56)
     else:
         vision |= dict(hidden_size=32, out_hidden_size=64, num_heads=2, intermediate_size=48)

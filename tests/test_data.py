@@ -1,7 +1,6 @@
 """data.py: sources, bad input, the packed file and damage to it, prompts, order, workers. All files are real ones."""
 
 import functools
-import importlib.util
 import io
 import json
 import multiprocessing
@@ -1108,13 +1107,10 @@ def test_the_benchmark_in_small(tmp_path):
     """bench/data.py: every reader gives rates, and what the README quotes is in its files."""
     byte_tokenizer().save_pretrained(tmp_path / "tokenizer")
     bench = os.path.join(os.path.dirname(data.__file__), "bench", "data.py")
-    flags = (
-        f"--tokenizer {tmp_path}/tokenizer --output {tmp_path} --step_seconds 2 --pictures 4 --rounds 1 --seconds 0.1"
-    )
-    spec = importlib.util.spec_from_file_location("bench_data", bench)
-    program = sys.modules["bench_data"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(program)
-    program.main(f"{flags} --workers 1 --records 1000".split())
+    flags = f"--tokenizer {tmp_path}/tokenizer --output {tmp_path}/data.json --step_seconds 2 --pictures 4 --rounds 1"
+    flags += " --seconds 0.1 --workers 1 --records 1000"
+    done = subprocess.run([sys.executable, bench, *flags.split()], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "data.json").read_text())
     assert result["meta"]["cores"] >= 1 and "--step_seconds 2" in result["meta"]["command"]
     rows = {(row["part"], row.get("reader"), row.get("records")): row for row in result["rows"]}

@@ -478,7 +478,9 @@ def test_rows_hold_every_completion_once_within_the_budget(case):
     parts = collections.Counter(b for row in rows for b, _ in row)
     for b in range(B):
         assert group[b] > budget or parts[b] == 1, "a group that fits is split"
-    for row, following in itertools.pairwise(rows):  # nothing that would have fitted begins a row
+    filled = grpo.fill_rows(prompts, lengths, budget)
+    assert len(rows) <= len(filled) and max(map(size, rows)) <= max(map(size, filled))
+    for row, following in itertools.pairwise(filled):  # nothing that would have fitted begins a row
         b, part = following[0]
         begins = group[b] if part[0] == b * G else lengths[part[0]]
         assert size(row) + begins > budget, "a row was closed too early"
@@ -489,6 +491,7 @@ def test_rows_by_hand():
     assert grpo.cut_rows([10, 10], [5, 5, 5, 5], 39) == [[(0, [0, 1])], [(1, [2, 3])]]
     assert grpo.cut_rows([10, 10], [5, 5, 5, 5], 15) == [[(0, [0])], [(0, [1])], [(1, [2])], [(1, [3])]]
     assert grpo.cut_rows([10, 2], [5, 5, 1, 1], 19) == [[(0, [0])], [(0, [1]), (1, [2, 3])]]  # the rest is shared
+    assert grpo.cut_rows([10] * 4, [5] * 8, 60) == [[(0, [0, 1]), (1, [2, 3])], [(2, [4, 5]), (3, [6, 7])]]  # not 3 + 1
     assert grpo.cut_rows([10], [50, 5], 30) == [[(0, [0])], [(0, [1])]]  # one that never fits stands alone
 
 

@@ -73,6 +73,47 @@ def test_packed_row_equals_repeated_rows(checkpoints, family, case):
         assert error < 1e-5, f"{name}: gradient off by {error:.1e}"
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_replaced_modules_compute_what_transformers_own_compute(checkpoints, family):
+    """RMSNorm, and linear layers with zeros added, against the classes' own forward: values and gradients."""
+    policy, _ = M.load_policy(checkpoints[family], torch_dtype="float32")
+    norms = [module for module in policy.modules() if hasattr(module, "variance_epsilon")]
+    mlps = [module for module in policy.modules() if hasattr(module, "gate_proj")]
+    torch.manual_seed(0)
+    for module in [*norms[:1], *norms[-3:], *mlps[:1], *mlps[-1:]]:
+        width = module.gate_proj.in_features if hasattr(module, "gate_proj") else len(module.weight)
+        for parameter in module.parameters():
+            torch.nn.init.normal_(parameter)
+        x, results = torch.randn(7, width), []
+        for own in (True, False):
+            if not own:
+                for part in module.modules():
+                    vars(part).pop("forward", None)
+            y = module(x)
+            results.append([y, *torch.autograd.grad(y.sin().sum(), list(module.parameters()))])
+        for a, b in zip(*results, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_varlen_attention_on_a_cpu_against_its_definition(attention, causal):
+    """Bottom-right alignment: query i of Lq sees keys 0 ... Lk - Lq + i."""
+    torch.manual_seed(0)
+    lengths, D = [(3, 3), (2, 5), (1, 7)], 8
+    q, k = torch.randn(6, 4, D), torch.randn(15, 2, D)
+    v, at_q, at_k = torch.randn(15, 2, D), 0, 0
+    cu_q, cu_k = torch.tensor([0, 3, 5, 6]), torch.tensor([0, 3, 8, 15])
+    out = M.varlen_attention(attention, q, k, v, cu_q, cu_k, 3, 7, 0.3, causal)
+    for Lq, Lk in lengths:
+        for i in range(Lq):
+            end = at_k + (Lk - Lq + i + 1 if causal else Lk)
+            for head in range(4):
+                weights = (k[at_k:end, head // 2] @ q[at_q + i, head] * 0.3).softmax(0)
+                torch.testing.assert_close(out[at_q + i, head], weights @ v[at_k:end, head // 2])
+        at_q, at_k = at_q + Lq, at_k + Lk
+
+
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_attention_backends_agree(checkpoints, attention):
     policy, processor = M.load_policy(checkpoints["qwen2_5_vl"], torch_dtype="float32", attn_implementation=attention)
@@ -92,7 +133,7 @@ def test_entropy_and_placeholders(checkpoints):
     torch.manual_seed(0)
     hidden, weight = torch.randn(6, 8), torch.randn(300, 8)
     targets = torch.tensor([0, 1, 2, 3, banned[0], 5])
-    logps, entropy = M.token_logps(hidden, weight, targets, torch.tensor(banned), 0.5)
+    logps, entropy = M.LogProbs(torch.nn.Parameter(weight), banned, 0.5)(hidden, targets)
     keep = [i for i in range(300) if i not in banned]
     distribution = torch.distributions.Categorical(logits=(hidden @ weight.T)[:, keep] / 0.5)
     torch.testing.assert_close(entropy, distribution.entropy(), rtol=1e-5, atol=1e-5)
@@ -120,7 +161,7 @@ def test_checkpointing_changes_memory_and_not_gradients(checkpoints, use_reentra
         wrapped = M.checkpoint_blocks(policy, use_reentrant=use_reentrant, every=every) if wrap else 0
         row = M.build_row([(make_prompt(policy, processor, [(56, 84)]), random_completions([6, 3]))])
         runs = []
-        layer = policy.model.language_model.layers[0].mlp
+        layer = policy.model.language_model.layers[0].mlp.gate_proj
         layer.register_forward_pre_hook(lambda *_: runs.append(1))
         wrapper = M.Policy(policy)
         wrapper(row)[0].sum().backward()

@@ -15,8 +15,7 @@ def load(folder, attention="sdpa"):
 
 @pytest.fixture(autouse=True)
 def small_buckets(monkeypatch):
-    """So that the buffers grow and shrink within a test's few tokens."""
-    monkeypatch.setattr(rollout, "OWN_BUCKET", 8)
+    """So that the buffers shrink within a test's few tokens."""
     monkeypatch.setattr(rollout, "CHECK_EVERY", 2)
 
 
@@ -30,7 +29,7 @@ def test_greedy_tokens_equal_generate(checkpoints, family):
         make_prompt(policy, processor, [], "no picture at all, and longer"),
         make_prompt(policy, processor, [(28, 28), (84, 56)], "two"),
     ]
-    tokens, _ = rollout.sample(policy, prompts, 2, 30, 0.0, eos, pad_id=0)
+    tokens, _, _ = rollout.sample(policy, prompts, 2, 30, 0.0, eos, pad_id=0)
     for i, prompt in enumerate(prompts):
         ids = prompt["input_ids"][None]
         pictures = {k: prompt[k] for k in ("pixel_values", "image_grid_thw") if prompt[k] is not None}
@@ -62,7 +61,7 @@ def test_sampler_logps_equal_trainer_logps(checkpoints, family):
     eos = list(range(0, 250, 12)) + eos  # many tokens that end a completion, so that most do
     trainer = M.Policy(policy, temperature=0.8)
     torch.manual_seed(0)
-    tokens, logps = rollout.sample(policy, prompts, 6, 40, 0.8, eos, pad_id=3)
+    tokens, logps, _ = rollout.sample(policy, prompts, 6, 40, 0.8, eos, pad_id=3)
     ends = torch.isin(tokens, torch.tensor(eos))
     lengths = torch.where(ends.any(1), ends.int().argmax(1) + 1, tokens.shape[1])
     assert lengths.min() < lengths.max() and tokens.shape[1] == lengths.max()
@@ -90,7 +89,7 @@ def test_draws_follow_the_distribution():
     """20,000 draws against the exact probabilities; banned ids never come."""
     torch.manual_seed(0)
     logits, banned = torch.randn(1, 12) * 2, torch.tensor([2, 7])
-    tokens, logps = rollout.draw(logits.expand(20_000, -1), 1.5, banned)
+    tokens, logps = rollout.draw(logits.expand(20_000, -1), 1.5, M.token_penalty(12, [2, 7], "cpu"))
     want = (logits[0] / 1.5).index_fill(0, banned, float("-inf")).softmax(0)
     share = torch.bincount(tokens, minlength=12) / 20_000
     assert (share - want).abs().max() < 0.015
@@ -105,7 +104,7 @@ def test_no_placeholder_is_ever_sampled(checkpoints):
         policy.lm_head.weight[banned] *= 50
     M.Policy(policy)
     torch.manual_seed(0)
-    tokens, logps = rollout.sample(policy, [make_prompt(policy, processor, [(56, 56)])], 8, 20, 1.0, eos, 0)
+    tokens, logps, _ = rollout.sample(policy, [make_prompt(policy, processor, [(56, 56)])], 8, 20, 1.0, eos, 0)
     assert not torch.isin(tokens, torch.tensor(banned)).any()
     assert logps.isfinite().all()
 
@@ -113,5 +112,5 @@ def test_no_placeholder_is_ever_sampled(checkpoints):
 def test_one_token_completions(checkpoints):
     policy, processor, eos = load(checkpoints["qwen2_vl"])
     M.Policy(policy)
-    tokens, logps = rollout.sample(policy, [make_prompt(policy, processor, [])], 3, 1, 1.0, eos, 0)
+    tokens, logps, _ = rollout.sample(policy, [make_prompt(policy, processor, [])], 3, 1, 1.0, eos, 0)
     assert tokens.shape == logps.shape == (3, 1)

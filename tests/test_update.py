@@ -54,7 +54,7 @@ def train_fixed(folder, out, world, **flags):
         batch = {"prompts": prompts[rank * B : (rank + 1) * B], "tokens": tokens[mine], "mask": mask[mine]}
         batch |= {"lengths": mask[mine].sum(1).tolist(), "truncated": [False] * (B * G), "texts": [""] * (B * G)}
         batch |= {"rewards": scores[mine].tolist(), "scores": {"r": scores[mine].tolist()}}
-        batch["sampler_logps"] = torch.zeros(B * G, 10)
+        batch |= {"sampler_logps": torch.zeros(B * G, 10), "decoding": {}}
         everyone = grpo.compare_phase(run, batch)
         metrics.append(grpo.update_phase(run, batch, everyone))
     if args.zero_stage == 3 and args.max_tokens_per_forward == 4096:
