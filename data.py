@@ -8,8 +8,8 @@ Reads jsonl lines `{"image": "a.jpg" or [...], "conversations": [{"from": "human
 "problem", "solution"}` as jsonl or one json list, and a yaml of several: `datasets: [{json_path: refcoco.json,
 sampling_strategy: "all" | "first:100" | "end:10%" | "random:100"}]`, each with our own optional `image_folder: DIR` and
 `split: val` (held out); a relative path starts at the current folder, else at the yaml's. A bad record is skipped with
-one line that says where and what to do; every good one beside it is kept. jsonl is read line by line; a json list is
-read whole, and lost whole where it does not parse. Left out: other sources, augmentation, re-encoding, videos.
+one line that says where and what to do; every good one beside it is kept, of a json list up to where it does not parse.
+All are read a record at a time: packing holds a bounded amount in RAM. Left out: other sources, augmentation, videos.
 
 The packed file (little-endian, no padding; all that is read is covered by a crc32):
 
@@ -36,8 +36,10 @@ import math
 import mmap
 import os
 import re
+import shutil
 import struct
 import sys
+import tempfile
 import zlib
 from collections import namedtuple
 
@@ -52,6 +54,9 @@ MAGIC = struct.pack("<8sI", b"GRPODATA", 1)  # with the version
 HEADER, ENTRY, PICTURE = struct.Struct("<12s6Q32sI"), struct.Struct("<QIIII"), struct.Struct("<QQI")
 Source = namedtuple("Source", "json_path image_folder sampling_strategy split", defaults=("all", "train"))  # as in yaml
 MAX_PICTURE_BYTES = 1 << 28
+MAX_RECORD_BYTES = 1 << 24  # of a source's JSON: what is held while looking for a record's end
+WINDOW = 1 << 20  # characters of a json list that are read at a time
+MAX_SPARES = 10  # records that a loader tries in place of one that cannot be used
 MAX_ASPECT = 200  # Qwen2-VL's image processor refuses more
 MIN_SIDE = 28  # one merged patch of 2 x 14 pixels
 MAX_PLACED = 1 << 16  # stored pictures whose place is remembered while packing, to store a repeated one once
@@ -70,8 +75,8 @@ def parse_sources(data_file_paths=None, image_folders=None, dataset_name=None, i
     """The four flags -> [(json, jsonl or yaml path, image folder or None)], as `pack` and `ensure_packed` take it."""
     if bool(data_file_paths) == bool(dataset_name) or (image_root if data_file_paths else image_folders):
         raise DataError("give --data_file_paths with --image_folders, or --dataset_name (a yaml) with --image_root")
-    if dataset_name:
-        return [(dataset_name, image_root)]
+    if dataset_name or (data_file_paths.endswith(".packed") and not image_folders):
+        return [(dataset_name or data_file_paths, image_root)]
     files, folders = data_file_paths.split(":"), image_folders.split(":") if image_folders else []
     if len(files) != len(folders):
         raise DataError(f"--data_file_paths has {len(files)} entries, --image_folders {len(folders)}: give as many")
@@ -85,6 +90,8 @@ def _expand(sources):
         path = os.fspath(path)
         found += _read_yaml(path, folder) if path.endswith((".yaml", ".yml")) else [Source(path, folder)]
     for i, (path, folder, *how) in enumerate(found):
+        if path.endswith(".packed"):
+            raise DataError(f"{path} is packed: train on it alone, without an image folder; it cannot be packed again")
         if not os.path.isfile(path) or not os.path.isdir(folder or "."):
             raise DataError(f"{path} is no file, or its image folder {folder} no folder; check the paths")
         found[i] = Source(os.path.abspath(path), os.path.realpath(folder) if folder else None, *how)
@@ -94,6 +101,8 @@ def _expand(sources):
 def _read_yaml(path, folder):
     try:
         found = []
+        if not os.path.isfile(path):  # opening a pipe would block
+            raise FileNotFoundError("no such file")
         with open(path, encoding="utf-8-sig") as file:
             for entry in yaml.safe_load(file)["datasets"]:
                 for key in {"json_path", "image_folder"} & entry.keys():
@@ -112,18 +121,46 @@ def _read_yaml(path, folder):
 def _read_items(path):
     """Yield (number, bytes read so far, parsed record, or the DataError that says why there is none)."""
     with open(path, "rb") as file:
-        is_list = path.endswith(".json")
-        for number, text in enumerate([file.read()] if is_list else file, start=1):
+        if path.endswith(".json") and file.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
+            yield from _read_list(path)
+            return
+        file.seek(0)
+        for number, text in enumerate(iter(lambda: file.readline(MAX_RECORD_BYTES), b""), start=1):
             if text.isspace():
                 continue
             try:
                 item = json.loads(text.decode("utf-8-sig"))
             except (ValueError, RecursionError) as error:  # ValueError: not JSON, not UTF-8, a number of 5,000 digits
-                item = DataError(f"is no UTF-8 JSON ({error}); correct it (in jsonl a bad line loses only itself)")
-            if is_list and isinstance(item, list):
-                yield from ((place, file.tell(), record) for place, record in enumerate(item, start=1))
+                item = DataError(f"is no UTF-8 JSON ({error}); correct it (at most {MAX_RECORD_BYTES:,} bytes a line)")
+            yield number, file.tell(), item
+
+
+def _read_list(path):
+    """What `_read_items` yields, of a JSON list: its elements are parsed one by one out of a window that moves on."""
+    mark, decode = re.compile(r"\s*(\[\s*\]|[\[,\]])\s*"), json.JSONDecoder().raw_decode
+    text, at, number, cure = "", 0, 0, "correct it: the rest of the list is lost"
+    with open(path, encoding="utf-8-sig", errors="surrogateescape") as file:  # a byte that is no UTF-8: see `_checked`
+        while True:
+            try:
+                found = mark.match(text, at)
+                if not found or (found[1][0] == "[") != (number == 0):
+                    raise ValueError(f"no {', or ]' if number else '['} behind {number} records")
+                if found[1][-1] == "]":
+                    break
+                item, end = decode(text, found.end())
+                if not isinstance(item, dict) and not mark.match(text, end):  # 12 of a 12.3 that the window cuts
+                    raise ValueError("cut short")
+            except (ValueError, RecursionError) as error:
+                more = file.read(max(WINDOW, len(text) - at)) if len(text) - at < MAX_RECORD_BYTES else ""
+                if not more:
+                    yield number + 1, file.buffer.tell(), DataError(f"is no UTF-8 JSON ({error}); {cure}")
+                    return
+                text, at = text[at:] + more, 0
             else:
-                yield number, file.tell(), item
+                at, number = end, number + 1
+                yield number, file.buffer.tell(), item
+        if text[found.end() :] or any(part.strip() for part in iter(lambda: file.read(WINDOW), "")):
+            yield number + 1, file.buffer.tell(), DataError(f"text behind the list's end; {cure}")
 
 
 def _sample(path, strategy):
@@ -149,7 +186,7 @@ def _check_solution(solution, size):
             solution = json.loads(text)
         except (ValueError, RecursionError):
             if re.fullmatch(r"\[[-+.,\s\deE\[\]]*", text):
-                raise DataError(f"the box {text:.80} does not parse; give [x1, y1, x2, y2]") from None
+                raise DataError(f"the box {text!r:.80} does not parse; give [x1, y1, x2, y2]") from None
     (width, height), left = size or (0, 0), [solution]
     while left:
         box = left.pop()
@@ -213,8 +250,8 @@ def pack(sources, output, fingerprint=bytes(32)):
         raise DataError(f"{output} is no ordinary file; give --output another name")
     temporary = f"{output}.{os.getpid()}-{os.urandom(4).hex()}.tmp"  # the same folder, where a rename is atomic
     try:
-        with open(temporary, "wb") as out:
-            summary = _write(sources, out, fingerprint)
+        with open(temporary, "wb") as out, tempfile.TemporaryFile(dir=os.path.dirname(output)) as index:
+            summary = _write(sources, out, index, fingerprint)
             out.flush()
             os.fsync(out.fileno())  # before the rename, or a power cut could leave the name without the bytes
         os.replace(temporary, output)
@@ -228,10 +265,10 @@ def pack(sources, output, fingerprint=bytes(32)):
     return summary
 
 
-def _write(sources, out, fingerprint):
+def _write(sources, out, index, fingerprint):
     out.write(bytes(HEADER.size))  # the true one when the counts are known
     summary = {"records": 0, "train": 0, "images": 0, "skipped": 0}  # in the header's order
-    done, index, placed = 0, bytearray(), {}  # placed: real path of a picture -> (offset, length, crc, (width, height))
+    done, placed = 0, {}  # placed: real path of a picture -> (offset, length, crc, (width, height))
     bar = tqdm(total=sum(os.path.getsize(s.json_path) for s in sources), unit="B", unit_scale=True, desc="packing")
     for source in sources:
         for number, read, item in _sample(source.json_path, source.sampling_strategy):
@@ -247,7 +284,7 @@ def _write(sources, out, fingerprint):
                 out.write(data)
             blob = text + b"".join(PICTURE.pack(*placed[path][:3]) for path in paths)
             entry = struct.pack("<QIII", out.tell(), len(text), len(paths), zlib.crc32(blob))
-            index += entry + struct.pack("<I", zlib.crc32(entry))
+            index.write(entry + struct.pack("<I", zlib.crc32(entry)))
             out.write(blob)
             summary["records"] += 1
             summary["train"] += source.split == "train"
@@ -258,8 +295,9 @@ def _write(sources, out, fingerprint):
     bar.close()
     if not summary["records"]:
         raise DataError(f"no usable record in {len(sources)} source(s), {summary['skipped']} skipped")
-    index_offset, size = out.tell(), out.tell() + len(index)
-    out.write(index)
+    index_offset, size = out.tell(), out.tell() + index.tell()
+    index.seek(0)
+    shutil.copyfileobj(index, out)
     header = struct.pack("<12s6Q32s", MAGIC, *summary.values(), index_offset, size, fingerprint)
     out.seek(0)
     out.write(header + struct.pack("<I", zlib.crc32(header)))
@@ -287,7 +325,7 @@ def _checked(item, number, source, placed):
         if path not in placed:
             with open(path, "rb") as file:
                 data = file.read()
-            new[path] = data, decode_image(data, f"image {path}", min_side=1).size
+            new[path] = data, decode_image(data, f"image {path!r}", min_side=1).size
     size = (new.get(paths[0]) or placed[paths[0]])[-1] if paths else None
     _check_solution(solution, size)
     fields |= {"problem": problem.replace("<image>", "").strip(), "image_size": size}
@@ -302,8 +340,11 @@ def ensure_packed(sources, output_dir):
     """Path of the sources' packed file: beside the first source or, where that folder is read-only, in `output_dir`.
 
     It is made again where it is missing, damaged, or the size or time of a json or jsonl file, its sampling, split or
-    image folder changed. Pictures are not looked at again: delete the packed file after changing one.
+    image folder changed. Pictures are not looked at again: delete the packed file after changing one. A single source
+    FILE.packed, made by `pack`, is taken as it is.
     """
+    if len(sources) == 1 and os.fspath(sources[0][0]).endswith(".packed"):
+        return PackedDataset(sources[0][0]).path
     seen = [[*s, os.path.getsize(s.json_path), os.path.getmtime(s.json_path)] for s in _expand(sources)]
     fingerprint = hashlib.sha256(json.dumps(seen).encode()).digest()
     names = json.dumps([[os.path.abspath(part) if part else "" for part in source] for source in sources])
@@ -312,7 +353,9 @@ def ensure_packed(sources, output_dir):
     for folder in (os.path.dirname(first), os.path.abspath(output_dir)):
         path = os.path.join(folder, name)
         try:
-            if os.path.exists(path) and PackedDataset(path).fingerprint == fingerprint:
+            if os.path.exists(path) and (packed := PackedDataset(path)).fingerprint == fingerprint:
+                if packed.skipped:
+                    tqdm.write(f"{path}: {packed.skipped} bad records were skipped when it was packed", file=sys.stderr)
                 return path
         except DataError as error:
             tqdm.write(f"{error}: packing again", file=sys.stderr)
@@ -358,7 +401,10 @@ class PackedDataset:
         entry = self._read(self._index + i * ENTRY.size, ENTRY.size, f"index entry {i}")
         offset, text_bytes, count, crc, _ = ENTRY.unpack(entry)
         blob = self._read(offset, text_bytes + count * PICTURE.size, f"record {i}", crc)
-        record = {**json.loads(blob[:text_bytes]), "images": []}
+        try:
+            record = {**json.loads(blob[:text_bytes]), "images": []}
+        except (ValueError, TypeError, RecursionError) as error:  # the checksum is right: not `pack`'s work
+            raise DataError(f"{self.path}: record {i} is no JSON object ({error}); pack it again") from error
         for offset, length, crc in PICTURE.iter_unpack(blob[text_bytes:]):
             record["images"].append(self._read(offset, length, f"a picture of record {i}", crc))
         return record
@@ -413,7 +459,8 @@ def encode_prompt(record, processor, question_template=QUESTION_TEMPLATE, max_pr
     pixel_values, grid, counts = None, None, []  # counts: tokens that the vision tower makes of each picture
     if record["images"]:
         images = processor.image_processor
-        inputs = images(images=[decode_image(data) for data in record["images"]], return_tensors="pt")
+        pictures = [decode_image(data, f"a picture of {record.get('source')}") for data in record["images"]]
+        inputs = images(images=pictures, return_tensors="pt")
         pixel_values, grid = inputs["pixel_values"], inputs["image_grid_thw"]
         counts = (grid.prod(dim=1) // images.merge_size**2).tolist()
         (_, rows, cols), side, scale = grid[0].tolist(), images.patch_size, processor.box_scale
@@ -448,15 +495,29 @@ def prompt_indices(n, seed, step, rank, world, batch):
     return [int(epoch_order(n, seed, place // n)[place % n]) for place in range(first, first + batch)]
 
 
-def _encode_records(dataset, encode, numbers):
-    return [{**encode(dataset[i]), "record": int(i)} for i in numbers]
+def _encode_records(dataset, encode, indices, numbers):
+    """Encoded prompts of these records. In place of one that cannot be used (too long, damaged since it was packed)
+    comes another, drawn from its number alone, because every rank needs as many prompts as the others."""
+    prompts = []
+    for number in numbers:
+        for i in [number, *np.random.default_rng(int(number)).choice(indices, MAX_SPARES)]:
+            try:
+                prompts.append({**encode(dataset[i]), "record": int(i)})
+                break
+            except DataError as error:
+                fault = error
+                tqdm.write(f"record {i} is skipped, another takes its place: {error}", file=sys.stderr)
+        else:
+            raise DataError(f"{1 + MAX_SPARES} records one after the other cannot be used, at last: {fault}") from fault
+    return prompts
 
 
 def prompt_loader(dataset, indices, encode, seed, start_step, steps, batch, rank=0, world=1, num_workers=-1):
     """Lists of `batch` encoded prompts for the steps from start_step up to, not including, `steps`; iterate once.
 
     indices: record numbers (`train_val_split`); encode: record -> dict, as encode_prompt; `record`, the number, is
-    added. num_workers -1: two a rank, at most the cores there are; 0: in this process. A worker's error surfaces here.
+    added. num_workers -1: two a rank, at most the cores there are; 0: in this process. A record that cannot be used is
+    said and replaced by another; a worker's error, DataError where MAX_SPARES others cannot either, surfaces here.
     """
     if num_workers < 0:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()  # macOS has none
@@ -466,7 +527,7 @@ def prompt_loader(dataset, indices, encode, seed, start_step, steps, batch, rank
     return DataLoader(
         indices,
         batch_sampler=(prompt_indices(len(indices), seed, s, rank, world, batch) for s in range(start_step, steps)),
-        collate_fn=functools.partial(_encode_records, dataset, encode),  # runs in the workers
+        collate_fn=functools.partial(_encode_records, dataset, encode, indices),  # runs in the workers
         num_workers=num_workers,
         prefetch_factor=4 if num_workers else None,
         persistent_workers=num_workers > 0,
@@ -478,8 +539,9 @@ def info(path):
     dataset = PackedDataset(path)
     print(f"{path}: {os.path.getsize(path):,} bytes, {dataset.pictures} pictures, {dataset.skipped} records skipped")
     print(f"{len(dataset)} records: {dataset.train} train, {len(dataset) - dataset.train} val; the first one's fields:")
-    for key, value in dataset[0].items():
-        print(f"  {key}: {f'{len(value)} encoded' if key == 'images' else f'{value!r:.100}'}")
+    for key, value in dataset[0].items() if len(dataset) else ():
+        value = f"{len(value)} encoded" if key == "images" else repr(value)
+        print(f"  {repr(key)[1:-1]:.100}: {value:.100}")  # repr: no field's control sequence reaches a terminal
 
 
 def verify(path):

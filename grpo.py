@@ -123,7 +123,7 @@ def train(run, model, train_records, val_records):
     bar = tqdm(total=run.total, initial=run.step, disable=run.rank != 0, dynamic_ncols=True, unit="step")
     if run.device.type == "cuda":
         bar.set_postfix_str("compiling kernels in the first step")
-    times, began, first = {}, time.perf_counter(), run.step + 1
+    times, began, first, waits, told = {}, time.perf_counter(), run.step + 1, [], False
 
     def lap(name):
         """Give the time since the last lap to a phase. On a GPU its work is waited for, so the seconds are its own."""
@@ -156,6 +156,13 @@ def train(run, model, train_records, val_records):
         run.step += 1
         run.num_tokens += sum(G * sum(rank["prompts"]) + sum(rank["lengths"]) for rank in everyone)
         metrics = step_metrics(run, everyone, learned, times) | {"epoch": run.step / per_epoch}
+        waits.append(times["wait_data"] / metrics["step_time"])
+        if len(waits) > 10 and not told and (share := np.mean(waits[-10:])) > 0.1:  # the first step always waits
+            tell(
+                f"data: {share:.0%} of the last 10 steps was waiting for it (time/wait_data); raise --num_workers, now "
+                f"{loader.num_workers} a rank, lower --max_pixels, or move {run.packed} to a local disk"
+            )
+            told = True
         shown = {"reward": metrics["reward"], "IoU": metrics.get("rewards/accuracy/mean")}
         bar.set_postfix({name: f"{value:.3f}" for name, value in shown.items() if value is not None}, refresh=False)
         bar.update()
@@ -901,7 +908,7 @@ class Arguments:
     # algorithm
     num_generations: int = field(default=8, metadata={"help": "G, completions a prompt"})
     max_completion_length: int = field(default=256, metadata={"help": "tokens"})
-    max_prompt_length: int | None = field(default=None, metadata={"help": "tokens, pictures included; longer: error"})
+    max_prompt_length: int | None = field(default=None, metadata={"help": "tokens, pictures included; longer: skipped"})
     temperature: float = field(default=1.0, metadata={"help": "of sampling, and of the policy that is trained"})
     reward_funcs: list[str] = field(
         default_factory=lambda: ["accuracy", "format"], metadata={"help": "accuracy, format, file.py:function"}

@@ -30,8 +30,10 @@ from tqdm import tqdm
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 import data
+import grpo
 from conftest import byte_tokenizer
 from data import DataError, PackedDataset, pack
+from ranks import run_ranks
 
 BOX = [4, 5, 40, 30]
 
@@ -326,15 +328,42 @@ def test_links_inside_the_folder_and_boxes_over_by_a_pixel_of_rounding_are_fine(
     assert pack_lines(folder, *lines, vlm_r1(answer=[-0.5, 0, 64.9, 48]))[0]["records"] == 4
 
 
-@pytest.mark.parametrize("tail", [b"", b"]]", b', {"problem": }]', b', "\xff"]', b"," + b"[" * 100_000])
+@pytest.mark.parametrize("tail", [b"", b",", b"]]", b', {"problem": }]', b', "\xff"]', b"," + b"[" * 100_000, b" 3]"])
 def test_a_json_list_that_does_not_parse_is_one_bad_record(folder, capsys, tail):
-    """A list is lost whole; the source beside it is not."""
+    """The records before the damage are kept, and so is the source beside it."""
     (folder.parent / "s.json").write_bytes(b"[" + b", ".join([json.dumps(vlm_r1()).encode()] * 3) + tail)
     good = write_jsonl(folder.parent / "good.jsonl", [vlm_r1()])
     summary = pack([(folder.parent / "s.json", folder), (good, folder)], folder.parent / "out")
-    assert (
-        summary["records"] == 1 and summary["skipped"] == 1 and "s.json:1: is no UTF-8 JSON" in capsys.readouterr().err
-    )
+    assert summary["records"] == 4 and summary["skipped"] == 1
+    assert re.findall(r"skipped .*/(s.json:4: .*)\n", capsys.readouterr().err)
+
+
+def test_a_json_list_is_read_as_json_does_wherever_the_window_ends(tmp_path, monkeypatch):
+    """Windows of seven characters against json.loads; and of a list that is cut anywhere, what comes before the cut."""
+    monkeypatch.setattr(data, "WINDOW", 7)
+    generator, source = random.Random(0), str(tmp_path / "s.json")
+    values = [3, -1e-7, 198479956.25, None, True, 'a"]\\é,[{🐈', [], {}, [[1, {"a": "]"}], 2], {"a": {"b": [1, 2]}}]
+
+    def read(text, encoding="utf-8"):
+        (tmp_path / "s.json").write_text(text, encoding=encoding)
+        return [item for _, _, item in data._read_items(source)]
+
+    for _ in range(200):
+        items = [generator.choice(values) for _ in range(generator.randrange(12))]
+        text = json.dumps(items, ensure_ascii=False, indent=generator.choice([None, 1]))
+        assert read(text) == read(f" {text}\r\n \n         ") == read(text, "utf-8-sig") == items
+        *whole, error = read(text[: generator.randrange(1, len(text))])
+        assert whole == items[: len(whole)] and isinstance(error, DataError)
+        *whole, error = read(text + generator.choice(["]", " 1", "          []"]))
+        assert whole == items and isinstance(error, DataError)
+
+
+def test_jsonl_named_json_and_a_line_without_an_end(folder, capsys):
+    """Lines are lines under either name; a line longer than a record may be is not held."""
+    summary, got = pack_lines(folder, vlm_r1(), b"{'bad'", vlm_r1(), name="s.json")
+    assert [record["source"] for record in got] == ["s.json:1", "s.json:3"] and summary["skipped"] == 1
+    summary, got = pack_lines(folder, vlm_r1(), b" " * 100 + b"x" * data.MAX_RECORD_BYTES, vlm_r1())
+    assert len(got) == 2 and summary["skipped"] == 2  # its two pieces
 
 
 def test_a_bad_record_inside_a_json_list_loses_itself_alone(folder, tmp_path, capsys):
@@ -355,6 +384,11 @@ def test_nothing_left_is_an_error_and_leaves_no_file(folder, tmp_path):
 
 def test_sources_that_cannot_be_used_are_data_errors(folder, tmp_path):
     good = write_jsonl(tmp_path / "s.jsonl", [vlm_r1()])
+    for name in ("pipe.jsonl", "pipe.json", "pipe.yaml"):  # reading one would block
+        os.mkfifo(tmp_path / name)
+        with pytest.raises(DataError):
+            pack([(tmp_path / name, folder)], tmp_path / "out")
+        os.remove(tmp_path / name)
     wrong = [
         ([(tmp_path / "missing.jsonl", folder)], "out"),
         ([(tmp_path, folder)], "out"),
@@ -554,12 +588,14 @@ def test_offsets_past_the_end_with_right_checksums(packed, tmp_path):
     """A file that someone made by hand."""
     content = bytearray(packed.read_bytes())
     index = struct.unpack_from("<Q", content, 44)[0]
-    for offset, length in ((1 << 63, 5), (len(content) - 2, 5)):
+    for offset, length in ((1 << 63, 5), (len(content) - 2, 5), (96, 40)):  # the last: a picture where JSON should be
         entry = struct.pack("<QIII", offset, length, 0, zlib.crc32(content[offset : offset + length]))
         content[index : index + 24] = entry + struct.pack("<I", zlib.crc32(entry))
         (tmp_path / "hand").write_bytes(content)
         with pytest.raises(DataError):
             PackedDataset(tmp_path / "hand")[0]
+        assert data.main(["info", str(tmp_path / "hand")]) == data.main(["verify", str(tmp_path / "hand")]) == 1
+    assert data.main(["info", str(many_records(tmp_path / "none", 0))]) == 0
 
 
 def test_opening_reads_the_header_alone(packed, tmp_path):
@@ -574,8 +610,8 @@ def test_opening_reads_the_header_alone(packed, tmp_path):
     assert time.perf_counter() - start < 0.05
 
 
-def resident():
-    with open("/proc/self/statm") as file:
+def resident(process="self"):
+    with open(f"/proc/{process}/statm") as file:
         return int(file.read().split()[1]) * resource.getpagesize()
 
 
@@ -591,11 +627,14 @@ def test_resident_memory_does_not_grow_with_what_was_read(tmp_path):
     assert resident() - before < 4e6 < os.path.getsize(tmp_path / "out") / 9
 
 
-def test_packing_holds_a_bounded_amount(tmp_path):
+@pytest.mark.parametrize("kind", ["jsonl", "json"])
+def test_packing_holds_a_bounded_amount(tmp_path, kind, monkeypatch):
     """Ten times the records, the same peak of memory."""
+    monkeypatch.setattr(data, "WINDOW", 1 << 16)
 
     def peak(count):
-        source = write_jsonl(tmp_path / "s.jsonl", [{"problem": "q" * 3000, "solution": "x"}] * count)
+        source, records = tmp_path / f"s.{kind}", [{"problem": "q" * 3000, "solution": "x"}] * count
+        source.write_text(json.dumps(records)) if kind == "json" else write_jsonl(source, records)
         tracemalloc.start()
         pack([(source, None)], tmp_path / "out")
         _, most = tracemalloc.get_traced_memory()
@@ -604,6 +643,39 @@ def test_packing_holds_a_bounded_amount(tmp_path):
 
     small = peak(300)
     assert peak(3_000) < small + 1e6 < os.path.getsize(tmp_path / "out") / 2
+
+
+def many_records(path, count):
+    """A packed file of `count` records, all of them one stored blob."""
+    blob = json.dumps({"problem": "where?", "solution": "x", "image_size": None, "source": "s:1"}).encode()
+    entry = struct.pack("<QIII", 96, len(blob), 0, zlib.crc32(blob))
+    entry += struct.pack("<I", zlib.crc32(entry))
+    counts = (count, count, 0, 0, 96 + len(blob), 96 + len(blob) + 24 * count)
+    header = struct.pack("<8sI6Q32s", b"GRPODATA", 1, *counts, bytes(32))
+    path.write_bytes(header + struct.pack("<I", zlib.crc32(header)) + blob + entry * count)
+    return path
+
+
+def test_a_worker_of_a_million_records_is_as_large_as_one_of_a_thousand(tmp_path):
+    def child(path, results):
+        opened = time.perf_counter()
+        dataset = PackedDataset(path)
+        opened = time.perf_counter() - opened
+        train, _ = data.train_val_split(dataset, 0.0, 0)
+        encode = functools.partial(data.encode_prompt, processor=processor())
+        loader = iter(data.prompt_loader(dataset, train, encode, 0, 0, 60, 8, num_workers=1))
+        for _ in range(50):
+            next(loader)
+        results.put((resident(loader._workers[0].pid), opened))
+
+    context, seen = multiprocessing.get_context("fork"), []
+    for count in (1_000, 1_000_000):
+        results = context.Queue()
+        process = context.Process(target=child, args=(many_records(tmp_path / str(count), count), results))
+        process.start()
+        seen.append(results.get(timeout=60))
+        process.join()
+    assert abs(seen[1][0] - seen[0][0]) < 20e6 and max(opened for _, opened in seen) < 0.05
 
 
 def test_no_space_left_leaves_nothing_behind(packed, folder, tmp_path):
@@ -648,10 +720,17 @@ def test_failed_packing_keeps_the_file_before_it(packed, folder, tmp_path):
     assert packed.read_bytes() == before and not [name for name in os.listdir(tmp_path) if name.endswith(".tmp")]
 
 
+def test_fields_cannot_steer_a_terminal(folder, capsys):
+    pack_lines(folder, vlm_r1(**{"\x1b[2J": "\x1b]0;x\x07"}), vlm_r1("\x1b[2J"), vlm_r1(answer="[1,\n\r2, 3"))
+    data.main(["info", str(folder.parent / "out.packed")])
+    out, err = capsys.readouterr()
+    assert "x1b[2J" in out and "\x1b" not in out + err.replace("\x1b[A", "") and len(re.findall("skipped /", err)) == 2
+
+
 # ---- ensure_packed ---------------------------------------------------------------------------------------------------
 
 
-def test_ensure_packed_is_made_beside_the_source_reused_and_remade(folder, tmp_path):
+def test_ensure_packed_is_made_beside_the_source_reused_and_remade(folder, tmp_path, capsys):
     source = write_jsonl(tmp_path / "s.jsonl", [vlm_r1()])
     path = data.ensure_packed([(source, folder)], tmp_path / "run")
     assert os.path.dirname(path) == str(tmp_path) and os.path.basename(path).startswith("s.jsonl.")
@@ -674,6 +753,12 @@ def test_ensure_packed_is_made_beside_the_source_reused_and_remade(folder, tmp_p
     open(path, "wb").write(content[:8] + b"\x09" + content[9:])  # another version
     assert len(PackedDataset(data.ensure_packed([(source, folder)], tmp_path / "run"))) == 2
 
+    capsys.readouterr()
+    write_jsonl(source, [vlm_r1(), vlm_r1("no.png")])
+    for said in ("no.png", "1 bad records were skipped when it was packed"):  # told again, in short
+        data.ensure_packed([(source, folder)], tmp_path / "run")
+        assert said in capsys.readouterr().err
+
     other = write_jsonl(tmp_path / "t.jsonl", [vlm_r1()])
     assert data.ensure_packed([(source, folder), (other, folder)], tmp_path / "run") != path
 
@@ -688,6 +773,21 @@ def test_ensure_packed_sees_what_a_yaml_names(folder, tmp_path):
     assert len(PackedDataset(data.ensure_packed([(recipe, folder)], tmp_path))) == 3
     write_jsonl(source, [vlm_r1()])
     assert len(PackedDataset(data.ensure_packed([(recipe, folder)], tmp_path))) == 1
+
+
+def test_a_packed_file_is_a_source_of_its_own(packed, folder, tmp_path):
+    before = sorted(os.listdir(tmp_path))
+    assert data.ensure_packed(data.parse_sources(str(packed)), tmp_path / "run") == str(packed)
+    assert data.ensure_packed(data.parse_sources(str(packed), ""), tmp_path / "run") == str(packed)
+    for wrong in (f"{packed}:{packed}", f"{tmp_path}/no.packed"):
+        with pytest.raises(DataError):
+            data.ensure_packed(data.parse_sources(wrong), tmp_path / "run")
+    for sources in ([(packed, None)] * 2, [(packed, folder), (tmp_path / "good.jsonl", folder)]):
+        with pytest.raises(DataError, match="train on it alone"):
+            data.ensure_packed(sources, tmp_path / "run")
+    with pytest.raises(DataError, match="train on it alone"):
+        pack([(packed, None)], tmp_path / "out")
+    assert sorted(os.listdir(tmp_path)) == before
 
 
 def test_ensure_packed_falls_back_to_the_output_folder():
@@ -869,6 +969,29 @@ def test_workers_give_what_this_process_gives_and_resuming_goes_on(packed):
     assert sorted(first_epoch) == list(range(2, 12))
 
 
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_record_that_cannot_be_used_is_said_and_another_takes_its_place(packed, capfd, num_workers):
+    """A prompt over the limit and a picture damaged since it was packed: no step is lost, and no other record."""
+    content, dataset = bytearray(packed.read_bytes()), PackedDataset(packed)
+    content[content.index(dataset[5]["images"][0]) + 100] ^= 1
+    packed.write_bytes(content)
+    limit = len(data.encode_prompt(dataset[3], processor())["input_ids"])
+    encode = functools.partial(too_long, 3, encode=functools.partial(data.encode_prompt, processor=processor()))
+    steps = load(packed, num_workers=num_workers, encode=encode)
+    assert limit and [len(step) for step in steps] == [2] * 6
+    first_epoch = [p["record"] for step in steps[:5] for p in step]
+    assert set(first_epoch) == set(range(2, 12)) - {3, 5} and len(first_epoch) == 10
+    assert same(load(packed, start_step=2, num_workers=num_workers, encode=encode), steps[2:])  # also after resuming
+    said = capfd.readouterr().err
+    assert re.search(r"record 3 is skipped.*: good.jsonl:4: .* --max_prompt_length 9; raise it", said)
+    assert re.search(r"record 5 is skipped, .*good.packed: .*damaged \(checksum\); copy or pack the file again", said)
+
+
+def too_long(number, record, encode):
+    over = record["source"] == f"good.jsonl:{number + 1}"
+    return encode(record, max_prompt_length=9) if over else encode(record)
+
+
 def broken(record):
     raise DataError(f"{record['source']} is broken")
 
@@ -887,6 +1010,56 @@ def test_worker_count(packed, monkeypatch):
     assert [workers(16, 1), workers(1, 1), workers(2, 2), workers(1, 2)] == [2, 1, 1, 0]
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")  # two nodes of eight ranks
     assert workers(16, 16) == 2
+
+
+# ---- training --------------------------------------------------------------------------------------------------------
+
+
+def train_once(checkpoint, source, folder, out, **more):
+    """One rank's run of grpo on the tiny model; more: its flags."""
+    given = {"bf16": False, "num_generations": 2, "per_device_train_batch_size": 4, "max_completion_length": 2}
+    given |= {"data_file_paths": str(source), "image_folders": folder and str(folder), "save_only_model": True}
+    given |= {"question_template": "{Question}", "stall_timeout": 60, "output_dir": str(out)}
+    run, *rest = grpo.start(grpo.Arguments(model_name_or_path=str(checkpoint), **given | more))
+    grpo.train(run, *rest)
+
+
+def test_training_goes_on_beside_bad_records(checkpoints, folder, tmp_path, capfd):
+    """From all kinds of bad lines, and from the packed file alone with one record too long and one damaged since."""
+    make_bad_pictures(folder)
+    lines = [json.dumps(line).encode() if isinstance(line, dict) else line for line in BAD_LINES.values()]
+    lines += [json.dumps(vlm_r1(question=f"<image>q{i}" + "x" * 100 * (i == 7))).encode() for i in range(8)]
+    (tmp_path / "s.jsonl").write_bytes(b"\n".join(lines))
+    train = functools.partial(train_once, checkpoints["qwen2_vl"])
+    run_ranks(1, functools.partial(train, tmp_path / "s.jsonl", folder, tmp_path / "run", max_steps=1))
+    said = capfd.readouterr().err
+    assert said.count("skipped /") == len(BAD_LINES) and "8 records, 1 pictures" in said and "data: 8 records" in said
+    [path] = tmp_path.glob("s.jsonl.*.packed")
+    content = bytearray(path.read_bytes())
+    content[content.index(b'"q5"') + 1] ^= 1
+    (tmp_path / "moved.packed").write_bytes(content)
+    options = {"max_steps": 12, "max_prompt_length": 100, "num_workers": 1}
+    run_ranks(1, functools.partial(train, tmp_path / "moved.packed", None, tmp_path / "again", **options))
+    said = capfd.readouterr().err
+    assert "s.jsonl:51: a prompt of 165 tokens" in said and "record 5 is damaged (checksum)" in said
+    assert len(open(tmp_path / "again" / "metrics.jsonl").readlines()) == 12 and "waiting" not in said
+
+
+def test_waiting_for_data_is_a_metric_and_a_warning_with_its_cure(checkpoints, packed, tmp_path, capfd):
+    """Reading that takes longer than a step: said once, not of the first ten."""
+
+    def slow():
+        quick = PackedDataset.__getitem__
+        PackedDataset.__getitem__ = lambda self, i: time.sleep(0.1) or quick(self, i)  # in this rank alone
+        train_once(checkpoints["qwen2_vl"], packed, None, tmp_path / "run", max_steps=14, num_workers=1)
+
+    run_ranks(1, slow)
+    warning = (
+        r"data: (\d+)% of the last 10 steps .*; raise --num_workers, now 1 a rank, lower --max_pixels, or move .*packed"
+    )
+    assert [int(share) > 10 for share in re.findall(warning, capfd.readouterr().err)] == [True]
+    metrics = [json.loads(line) for line in open(tmp_path / "run" / "metrics.jsonl")]
+    assert len(metrics) == 14 and all(0.1 < line["time/wait_data"] < line["step_time"] for line in metrics[2:])
 
 
 # ---- command line ----------------------------------------------------------------------------------------------------
@@ -928,3 +1101,27 @@ def test_command_line_as_a_program(folder, tmp_path):
     done = subprocess.run([sys.executable, data.__file__, *flags], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert PackedDataset(tmp_path / "out.packed")[0]["image"] == "a.png"
+
+
+def test_the_benchmark_in_small(tmp_path):
+    """bench/data.py: every reader gives rates, and what the README quotes is in its files."""
+    byte_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    bench = os.path.join(os.path.dirname(data.__file__), "bench", "data.py")
+    flags = f"--tokenizer {tmp_path}/tokenizer --output {tmp_path}/data.json --step_seconds 2 --pictures 4 --rounds 1"
+    flags += " --seconds 0.1 --workers 1 --records 1000"
+    done = subprocess.run([sys.executable, bench, *flags.split()], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "data.json").read_text())
+    assert result["meta"]["cores"] >= 1 and "--step_seconds 2" in result["meta"]["command"]
+    rows = {(row["part"], row.get("reader"), row.get("records")): row for row in result["rows"]}
+    for reader in ("sequential", "parallel", "mapped", "arrow"):
+        if "missing" not in rows["speed", reader, None]:
+            assert (
+                rows["speed", reader, None]["pictures_per_second"] > 1 and rows["speed", reader, None]["cores_busy"] > 0
+            )
+            if reader != "parallel":
+                assert (
+                    rows["opening", reader, 1000]["open_ms"] > 0 and rows["opening", reader, 1000]["worker_rss_mb"] > 50
+                )
+    assert rows["need", None, None]["pictures_per_second"] == 4 and rows["pictures", None, None]["min_kb"] > 40
+    assert Image.open(tmp_path / "data.png").size > (800, 400)
