@@ -38,7 +38,7 @@ def run(script, tiny_work, output, *flags):
 
 
 def test_operations_are_those_that_pytorch_counts(checkpoints, tiny_work):
-    path = checkpoints["qwen2_5_vl"]
+    path = checkpoints["qwen2_vl"]
     policy, processor = M.load_policy(path, torch_dtype="float32", device="cpu", attn_implementation="eager")
     size = bench.sizes(path)
     assert size["parameters"] == sum(p.numel() for p in policy.parameters())
