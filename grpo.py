@@ -15,9 +15,17 @@ run's files, DeepSpeed's part, the flags.
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import ctypes
+import os
+import signal
+import sys
+
+if __name__ == "__main__" and "RANK" in os.environ and sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: a rank ends with its launcher; imports take seconds
+
+import argparse
+import concurrent.futures
+import contextlib
 import datetime
 import fcntl
 import functools
@@ -25,21 +33,22 @@ import importlib.util
 import json
 import logging
 import math
-import os
+import pathlib
 import random
 import shutil
-import signal
 import socket
-import sys
+import threading
 import time
 import traceback
 import warnings
+import zlib
 from dataclasses import asdict, dataclass, field
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import transformers
+from safetensors import SafetensorError
 from tqdm import tqdm
 from transformers import HfArgumentParser
 
@@ -102,6 +111,7 @@ def train(run, model, train_records, val_records):
     run.engine = start_engine(args, model, W, run.device)
     if args.beta > 0:
         run.reference = start_engine(args, load_policy(args, run.device)[0], W, run.device, trained=False)
+    run.identity = identity(run)
     if run.resumed:
         load_checkpoint(run, run.resumed)
     log = Log(run)
@@ -118,6 +128,7 @@ def train(run, model, train_records, val_records):
     loader = data.prompt_loader(
         run.dataset, train_records, run.encode, args.data_seed, run.step, run.total, B, run.rank, W, args.num_workers
     )
+    loader.worker_init_fn = follow_the_rank
     bar = tqdm(total=run.total, initial=run.step, disable=run.rank != 0, dynamic_ncols=True, unit="step")
     times, began = {}, time.perf_counter()
 
@@ -158,10 +169,16 @@ def train(run, model, train_records, val_records):
         last = run.step == run.total
         if last or run.step % args.logging_steps == 0:
             log(metrics, batch_lines(run, batch) if args.log_completions else ())
-        if len(val_records) and (last or args.eval_steps and run.step % args.eval_steps == 0):
+        number, in_time = run.stop.agreed(run.device)
+        # If any rank was sent a signal, all of them know it, and whether a save would be over in time.
+
+        if len(val_records) and not number and (last or args.eval_steps and run.step % args.eval_steps == 0):
             evaluation()
-        if last or run.step % args.save_steps == 0:
-            save_checkpoint(run)
+        if last or run.step % args.save_steps == 0 or number and in_time:
+            if not save_checkpoint(run) and last:
+                raise OSError("the last checkpoint could not be written, see above")
+        if number and not last:
+            raise Stopped(128 + number, f"{signal.Signals(number).name} after step {run.step}: {what_counts(args)}")
         began = time.perf_counter()
     bar.close()
 
@@ -171,7 +188,7 @@ def train(run, model, train_records, val_records):
 
 @dataclass
 class Run:
-    """What the phases need. While training only step and num_tokens change."""
+    """What the phases need. While training step, num_tokens and bad change."""
 
     args: Arguments
     rank: int
@@ -190,6 +207,9 @@ class Run:
     step: int = 0
     total: int = 0
     num_tokens: int = 0
+    stop: Stop = field(default_factory=lambda: Stop())
+    identity: dict = field(default_factory=dict)  # what a checkpoint of this run must be resumed with
+    bad: list = field(default_factory=list)  # records of the updates left out, since the last that was done
 
 
 def seed_everything(seed, step, rank):
@@ -303,12 +323,13 @@ def update_phase(run, batch, everyone):
 
     ref = without_gradient(run.reference) if args.beta > 0 else [None] * len(rows)
     old = without_gradient(engine) if args.num_iterations > 1 else [None] * len(rows)
-    sums = 0
+    sums, skipped = 0, 0
     for iteration in range(args.num_iterations):
         schedule = run.step * args.num_iterations + iteration, run.total * args.num_iterations
         rate = learning_rate_at(*schedule, args.learning_rate, args.lr_scheduler_type, args.warmup_ratio)
         for group in engine.optimizer.param_groups:
             group["lr"] = rate
+        losses, norm = [], torch.ones(())
         for k, (row, members) in enumerate(rows):
             last = k == len(rows) - 1
             engine.set_gradient_accumulation_boundary(last)
@@ -317,20 +338,44 @@ def update_phase(run, batch, everyone):
             # on-policy the ratio is exactly 1 and only its gradient matters
             before = logps.detach() if old[k] is None else old[k]
             loss, metrics = grpo_loss(logps, before, advantages[members], live, ref_logps=ref[k], **options)
-            engine.backward(loss * run.world)  # DeepSpeed averages over ranks, and the denominators are global
-            if last and engine.optimizer is engine.basic_optimizer:  # stage 0 in float32 keeps no norm: take it here
+            losses.append(loss.detach())
+            # DeepSpeed averages over ranks, and the denominators are global. 0 x NaN is NaN: a loss that is not finite
+            # makes the gradient's norm so on every rank, and then DeepSpeed leaves the update out, on every rank.
+            engine.backward(loss * (1 + 0 * losses[-1]) * run.world)
+            if last and engine.optimizer is engine.basic_optimizer:  # stage 0 in float32 does neither: do it here
                 norm = torch.nn.utils.get_total_norm([p.grad for p in engine.parameters() if p.grad is not None])
-            engine.step()
+            engine.step() if norm.isfinite() else engine.zero_grad()
             # sums over the row's tokens, so that the metrics are those of the whole step, not of its last row
             gap = (before - sampled[members, : logps.shape[1]]).abs()
             means = [value * live.sum() for value in metrics.values()]
-            sums = sums + torch.stack([loss.detach(), *means, (entropy * live).sum(), (gap * live).sum()])
+            sums = sums + torch.stack([losses[-1], *means, (entropy * live).sum(), (gap * live).sum()])
+        norm = float(norm if engine.optimizer is engine.basic_optimizer else engine.get_global_grad_norm())
+        if math.isfinite(norm):
+            run.bad.clear()
+        else:
+            skipped += 1
+            note_bad_records(run, batch, rows, losses)
     dist.all_reduce(sums)
     loss, *sums = (sums / args.num_iterations).tolist()  # waits for the GPU: the update is over
     names = [*metrics, "entropy", "sampler_gap"]
     learned = {name: value / max(num_tokens, 1) for name, value in zip(names, sums, strict=True)}
-    norm = norm if engine.optimizer is engine.basic_optimizer else engine.get_global_grad_norm()
-    return learned | {"loss": loss, "grad_norm": float(norm), "learning_rate": rate}
+    return learned | {"loss": loss, "grad_norm": norm, "learning_rate": rate, "skipped_steps": skipped}
+
+
+def note_bad_records(run, batch, rows, losses):
+    """An update was left out: say which records were in it, if a loss was not finite in its row, and end the run after
+    five in a row."""
+    mine, everyone = [], [None] * run.world
+    for (_, members), loss in zip(rows, losses, strict=True):
+        prompts = {i // run.args.num_generations for i in members.tolist() if i < len(batch["tokens"])}
+        mine += [(batch["prompts"][b].get("record"), bool(loss.isfinite())) for b in prompts]
+    dist.all_gather_object(everyone, mine)
+    seen = sum(everyone, [])
+    run.bad.append({record for record, finite in seen if not finite} or {record for record, _ in seen})
+    what = "loss or gradient norm is not finite"
+    tell(f"warning: step {run.step + 1}: {what}, its update is left out; records {sorted(run.bad[-1])}")
+    if len(run.bad) == 5:
+        raise FloatingPointError(f"5 updates in a row: {what}; look at records {sorted(set().union(*run.bad))}")
 
 
 def step_metrics(run, everyone, learned, times):
@@ -580,8 +625,16 @@ class Log:
         if not self.writes:
             return
         for path, entries in zip(self.paths, ([metrics], lines), strict=True):
-            with open(path, "a", encoding="utf-8") as file:
-                file.writelines(json.dumps(entry, ensure_ascii=False, default=str) + "\n" for entry in entries)
+            text = "".join(json.dumps(entry, ensure_ascii=False, default=str) + "\n" for entry in entries)
+            text = text.encode("utf-8", "replace")
+            try:
+                with open(path, "ab", buffering=0) as file:
+                    whole = file.tell()
+                    if file.write(text) < len(text):  # the disk became full on the way
+                        file.truncate(whole)
+                        raise OSError("no space left")
+            except OSError as error:
+                tell(f"warning: step {metrics['step']} is missing in {path} ({error}); training goes on")
         if self.wandb:
             self.wandb.log(metrics, step=metrics["step"])
 
@@ -602,6 +655,8 @@ def claim_folder(folder):
     for name in os.listdir(folder):
         if name.startswith("checkpoint-") and name.endswith(".tmp"):
             shutil.rmtree(os.path.join(folder, name))
+        elif name in ("exit_status", "exit_message"):
+            os.remove(os.path.join(folder, name))
 
 
 def save_weights(engine, processor, folder):
@@ -620,26 +675,96 @@ def save_weights(engine, processor, folder):
 
 
 def save_checkpoint(run):
-    """Write checkpoint-<step> under a temporary name, then rename it: a folder of the final name is whole."""
-    args, final = run.args, os.path.join(run.args.output_dir, f"checkpoint-{run.step}")
-    folder = final + ".tmp"
+    """Write checkpoint-<step> whole or not at all -> is it written? Under a temporary name until it is on the disk.
+
+    A rank that cannot write (torch.save says so with a RuntimeError) goes on with the others and tells them, or they
+    would wait for it. Nothing that was saved before is touched until the new checkpoint is whole.
+    """
+    engine, failed, began = run.engine, [], time.monotonic()
+    folder = os.path.join(run.args.output_dir, f"checkpoint-{run.step}.tmp")
+
+    def attempt(function, *arguments):
+        try:
+            function(*arguments)
+        except (OSError, RuntimeError, SafetensorError) as error:
+            failed.append(f"rank {run.rank}: {error}")
+
+    def agreed():
+        everyone = [None] * run.world
+        dist.all_gather_object(everyone, failed)
+        failed[:] = sum(everyone, [])
+        return not failed
+
     if run.rank == 0:
         shutil.rmtree(folder, ignore_errors=True)
-        os.makedirs(folder)
-    dist.barrier()
-    save_weights(run.engine, run.processor, folder)
-    if not args.save_only_model:
-        run.engine.save_checkpoint(os.path.join(folder, "zero"), tag="state", save_latest=False)
-    dist.barrier()
-    if run.rank == 0:
-        with open(os.path.join(folder, "state.json"), "w") as file:
-            state = {"step": run.step, "num_tokens": run.num_tokens, "world": run.world}
-            json.dump(state | {"stage": run.engine.zero_optimization_stage()}, file)
-        shutil.rmtree(final, ignore_errors=True)
-        os.replace(folder, final)
-        for old in checkpoints(args.output_dir)[: -args.save_total_limit] if args.save_total_limit else ():
-            shutil.rmtree(old)
-    dist.barrier()
+        attempt(os.makedirs, os.path.join(folder, "zero", "state"))
+    if agreed():
+        attempt(save_weights, engine, run.processor, folder)
+        if not run.args.save_only_model:
+            write = engine.checkpoint_engine.save
+            engine.checkpoint_engine.save = lambda state_dict, path: attempt(write, state_dict, path)
+            engine._copy_recovery_script = lambda folder: None  # joins what the ranks saved: we save whole weights
+            engine.save_checkpoint(os.path.join(folder, "zero"), tag="state", save_latest=False)
+            engine.checkpoint_engine.save = write
+    if agreed() and run.rank == 0:
+        attempt(finish_checkpoint, run, folder)
+    if not agreed() and run.rank == 0:
+        shutil.rmtree(folder, ignore_errors=True)  # gives a full disk its room back
+        tell(f"warning: checkpoint-{run.step} could not be written ({failed[0]}); {what_counts(run.args)}")
+    run.stop.save_seconds = time.monotonic() - began
+    return not failed
+
+
+def finish_checkpoint(run, folder):
+    """state.json with a checksum of every file, all of it to the disk, the final name; then what is to be deleted."""
+    state = {"step": run.step, "num_tokens": run.num_tokens, "identity": run.identity, "args": asdict(run.args)}
+    state["files"] = checksums(folder)
+    with open(os.path.join(folder, "state.json"), "w") as file:
+        json.dump(state | {"crc": zlib.crc32(json.dumps(state).encode())}, file)
+    for path in [*pathlib.Path(folder).rglob("*"), folder]:
+        to_disk(path)
+    final, limit = folder.removesuffix(".tmp"), run.args.save_total_limit
+    shutil.rmtree(final, ignore_errors=True)
+    os.replace(folder, final)
+    to_disk(run.args.output_dir)
+    for old in checkpoints(run.args.output_dir)[:-limit] if limit else ():
+        os.replace(old, old + ".tmp")  # so that one half deleted is no checkpoint
+        shutil.rmtree(old + ".tmp")
+
+
+def to_disk(path):
+    """Wait until a file, or a folder's list of names, would survive a loss of power."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def checksums(folder):
+    """{path below the folder: CRC-32} of its files, state.json left out. zlib lets threads run beside each other."""
+
+    def crc(path):
+        with open(path, "rb") as file:
+            return functools.reduce(lambda sum, block: zlib.crc32(block, sum), iter(lambda: file.read(1 << 24), b""), 0)
+
+    paths = sorted(path for path in pathlib.Path(folder).rglob("*") if path.is_file() and path.name != "state.json")
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        return {str(path.relative_to(folder)): sum for path, sum in zip(paths, pool.map(crc, paths), strict=True)}
+
+
+def damage(folder):
+    """What is not as it was saved in a checkpoint, or None."""
+    try:
+        with open(os.path.join(folder, "state.json")) as file:
+            state = json.load(file)
+        if state.pop("crc") != zlib.crc32(json.dumps(state).encode()):
+            return "state.json is not as it was saved"
+        now = checksums(folder)
+        wrong = [name for name, crc in state["files"].items() if now.get(name) != crc]
+        return f"{wrong[0]} is {'not as it was saved' if wrong[0] in now else 'missing'}" if wrong else None
+    except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:  # of JSON that is something else
+        return f"state.json cannot be read: {error!r}"
 
 
 def checkpoints(folder):
@@ -648,8 +773,17 @@ def checkpoints(folder):
     return [os.path.join(folder, name) for name in sorted(names, key=lambda name: int(name[11:]))]
 
 
+def what_counts(args):
+    """For messages: what a later run goes on from."""
+    found = checkpoints(args.output_dir)
+    if not found:
+        return f"nothing is saved in {args.output_dir} yet"
+    return f"{found[-1]} counts, the same command with --resume_from_checkpoint true goes on from it"
+
+
 def checkpoint_to_resume(args):
-    """The folder to go on from, or None. Refuses to mix one run's checkpoints with another's."""
+    """The folder to go on from, or None. Refuses to mix one run's checkpoints with another's; of the run's own, takes
+    the newest that is as it was saved and sets damaged ones aside."""
     found, asked = checkpoints(args.output_dir), (args.resume_from_checkpoint or "false")
     newest, other = os.path.basename(found[-1]) if found else None, "or give another --run_name"
     if asked.lower() == "false":
@@ -659,33 +793,149 @@ def checkpoint_to_resume(args):
     if asked.lower() == "true":
         if not found:
             tell(f"no checkpoint in {args.output_dir} yet: starting at step 0")
-        return found[-1] if found else None
+            return None
+        whole = None
+        for folder in reversed(found):
+            wrong = damage(folder)
+            if not wrong:
+                whole = folder
+                break
+            tell(f"{folder} is damaged: {wrong}")
+        if whole is None:
+            raise ValueError(f"{args.output_dir}: every checkpoint is damaged, see above; give another --run_name")
+        for folder in found[found.index(whole) + 1 :]:  # or --save_total_limit would take them for newer ones
+            shutil.rmtree(folder + ".damaged", ignore_errors=True)
+            os.replace(folder, folder + ".damaged")
+        return whole
     if not os.path.isfile(os.path.join(asked, "state.json")):
         raise ValueError(f"--resume_from_checkpoint {asked}: no state.json there; give a checkpoint's folder, or true")
     if found and not os.path.samefile(asked, found[-1]):
         raise ValueError(f"--resume_from_checkpoint {asked}: {args.output_dir} holds {newest}; move it away, {other}")
+    if wrong := damage(asked):
+        raise ValueError(f"--resume_from_checkpoint {asked} is damaged: {wrong}; give the one before it")
     return asked
+
+
+def identity(run):
+    """What must be the same when a run goes on: how the optimizer's states are cut and of which type they are, and
+    what the place in the records' order depends on. Records are compared by content, so they may be moved."""
+    picked = [run.dataset[i] for i in np.linspace(0, len(run.dataset) - 1, 64).astype(int).tolist()]
+    same = {"number of ranks": run.world, "--zero_stage": run.engine.zero_optimization_stage()}
+    same |= {"prompts a rank": prompts_per_rank(run.args)}
+    same["records"] = f"{len(run.dataset)} (checksum {zlib.crc32(repr(picked).encode()):x})"
+    names = ("torch_dtype", "freeze_vision_modules", "val_split_ratio", "data_seed")
+    return same | {f"--{name}": getattr(run.args, name) for name in names}
 
 
 def load_checkpoint(run, folder):
     """Restore weights, optimizer and counters: with `seed_everything` and the records' order, all that a run is."""
     with open(os.path.join(folder, "state.json")) as file:
         state = json.load(file)
-    weights_alone = f"start from its weights with --model_name_or_path {folder} and another --run_name"
-    for name, now in (("world", run.world), ("stage", run.engine.zero_optimization_stage())):
-        if state[name] != now:
-            what = {"world": "number of ranks", "stage": "--zero_stage"}[name]
+    weights_alone = (
+        f"go on from its weights alone with `bash launch.sh --model_name_or_path {folder} --output_dir "
+        f"{run.args.output_dir}_2` and your other flags"
+    )
+    for name, now in run.identity.items():
+        was = state["identity"][name]
+        if was != now:
             raise ValueError(
-                f"{folder} was saved with {what} {state[name]}, now it is {now}: its optimizer states do not fit; use "
-                f"{state[name]} again, or {weights_alone}"
+                f"{folder} was saved with {name} {was}, now it is {now}: use {was} again, or {weights_alone}"
             )
-    if not os.path.isdir(os.path.join(folder, "zero")):
+    if state["args"]["save_only_model"]:
         raise ValueError(f"{folder} was saved with --save_only_model: {weights_alone}")
-    path, _ = run.engine.load_checkpoint(os.path.join(folder, "zero"), tag="state")
+    args = json.loads(json.dumps(asdict(run.args)))
+    changed = [name for name in args if args[name] != state["args"].get(name) and name != "resume_from_checkpoint"]
+    for name in changed:  # from here on it is this run's
+        tell(f"--{name} was {state['args'].get(name)}, from now on it is {args[name]}")
+    # DeepSpeed reads its files with weights_only=False (0.19.8), which would run code that somebody put there. These
+    # three are all that they hold beside tensors and plain values.
+    os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
+    from deepspeed.runtime.fp16.loss_scaler import LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    with torch.serialization.safe_globals([LossScaler, ZeroStageEnum, fragment_address]):
+        path, _ = run.engine.load_checkpoint(os.path.join(folder, "zero"), tag="state")
     if path is None:
         raise ValueError(f"{folder}/zero could not be read: {weights_alone}")
     run.step, run.num_tokens = state["step"], state["num_tokens"]
     tell(f"resumed from {folder}")
+
+
+# --- Signals and lost ranks ----------------------------------------------------------------------------------------
+
+NEIGHBOURS = {}  # process id -> rank, of the other ranks on this node
+
+
+class Stopped(Exception):
+    """Raised in `train` after a signal: (exit status, message)."""
+
+
+class Stop:
+    """SIGTERM (pre-emption) and SIGINT: training ends between two steps, after a save if torchrun leaves time for it.
+
+    A thread hears the signals, by signal.set_wakeup_fd, because the main one may be waiting in NCCL for a rank that is
+    gone, and torchrun ends a failed job with the same SIGTERM. Where waiting is of no use it ends the process at once.
+    """
+
+    number, deadline, save_seconds = 0, math.inf, 0.0  # the signal; when torchrun kills; how long the last save took
+
+    def listen(self, run):
+        launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+        pipe, end = os.pipe()
+        os.set_blocking(end, False)
+        signal.set_wakeup_fd(end)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: None)  # without a handler of Python's the signal is not written to `end`
+        threading.Thread(target=self.hear, args=(pipe, run, launcher), daemon=True).start()
+
+    def hear(self, pipe, run, launcher):
+        number = 0
+        while number not in (signal.SIGTERM, signal.SIGINT):  # SIGCHLD comes by here too
+            number = os.read(pipe, 1)[0]
+        patience = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 30)) - 3  # then torchrun kills
+        self.number, self.deadline = number, time.monotonic() + patience
+        while self.save_seconds < patience and time.monotonic() < self.deadline:
+            if rank_gone() is not None or launcher not in (None, os.getppid()):
+                break
+            time.sleep(0.1)
+        status, message = 128 + number, f"{signal.Signals(number).name}, no time to save: {what_counts(run.args)}"
+        if (first := rank_gone()) is not None:
+            status, message = 1, f"rank {first} {ENDED_FIRST}; {what_counts(run.args)}"
+        leave_status(run.args.output_dir, status, str(run.rank), f"grpo.py, rank {run.rank}: {message}")
+        os._exit(status)
+
+    def agreed(self, device):
+        """(the number of a signal that any rank was sent, or 0; is there time for a save), the same on all ranks."""
+        table = torch.tensor([self.deadline - time.monotonic() - self.save_seconds, -self.number], device=device)
+        dist.all_reduce(table, dist.ReduceOp.MIN)
+        return -int(table[1]), bool(table[0] > 0)
+
+
+ENDED_FIRST = "ended first: its own message is above, or else it was killed (for memory, by the kernel: see dmesg)"
+
+
+def rank_gone(patience=0.0):
+    """The rank of this node that has ended before this one, or None after `patience` seconds."""
+    until = time.monotonic() + patience
+    while True:
+        for process, rank in NEIGHBOURS.items():
+            try:
+                os.kill(process, 0)  # sends nothing; torchrun has collected a rank before it ends the others
+            except ProcessLookupError:
+                return rank
+        if time.monotonic() >= until:
+            return None
+        time.sleep(0.05)
+
+
+def follow_the_rank(_):
+    """A data worker begins: signals are its rank's business, though torchrun sends them to all of a rank's processes,
+    and it ends when its rank does."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
 # --- DeepSpeed ---------------------------------------------------------------------------------------------------
@@ -718,7 +968,7 @@ def deepspeed_config(args, world, hidden_size, device_type):
         raise ValueError(f"{args.deepspeed}: fp16 is enabled, this code trains in bf16 or float32; set it to false")
     if config.pop("scheduler", None):
         tell(f"{args.deepspeed}: its scheduler is left out, --lr_scheduler_type {args.lr_scheduler_type} holds")
-    config["bf16"] = config.get("bf16", {}) | {"enabled": args.torch_dtype == "bfloat16"}
+    config["bf16"] = config.get("bf16", {}) | {"enabled": args.torch_dtype == "bfloat16", "check_grad_overflow": True}
     zero = config.setdefault("zero_optimization", {})
     zero["stage"] = zero.get("stage", 0) if args.zero_stage is None else args.zero_stage
     sizes = {  # but for the bucket, what Hugging Face's integration fills in
@@ -772,7 +1022,12 @@ def start_processes(args):
         torch.cuda.set_device(device)
     patience = datetime.timedelta(seconds=args.stall_timeout)
     deepspeed.init_distributed("nccl" if gpu else "gloo", timeout=patience, verbose=False)
-    return dist.get_rank(), dist.get_world_size(), device
+    rank, world, mine = dist.get_rank(), dist.get_world_size(), (socket.gethostname(), os.getpid())
+    everyone = [None] * world
+    dist.all_gather_object(everyone, mine)
+    NEIGHBOURS.clear()
+    NEIGHBOURS.update({pid: other for other, (host, pid) in enumerate(everyone) if host == mine[0] and other != rank})
+    return rank, world, device
 
 
 def load_policy(args, device):
@@ -970,8 +1225,6 @@ def prompts_per_rank(args):
 def main():
     """Parse, train, and leave the status where launch.sh finds it: 0, 2 for what the user can mend, 1 for the rest."""
     status, message, rank = 1, "", os.environ.get("RANK", "0")
-    if "RANK" in os.environ and sys.platform == "linux":  # a rank ends with its launcher, however that ends
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
     for said in ("`torch.distributed", "barrier"):  # of DeepSpeed's calls, which we cannot change
         warnings.filterwarnings("ignore", message=said)
     transformers.utils.logging.disable_progress_bar()
@@ -986,18 +1239,26 @@ def main():
             if rank == "0":
                 print(json.dumps(metrics))
         else:
+            run.stop.listen(run)
             train(run, model, train_records, val_records)
         status = 0
+    except Stopped as stopped:
+        status, message = stopped.args
+        message = f"grpo.py, rank {rank}: {message}" if rank == "0" else ""
     except (ValueError, data.DataError) as error:  # RewardError is a ValueError
         status, message = 2, f"grpo.py, rank {rank}: {error}"
     except KeyboardInterrupt:
         status, message = 130, f"grpo.py, rank {rank}: interrupted; --resume_from_checkpoint true goes on from {folder}"
     except Exception as error:
-        traceback.print_exc()
-        message = f"grpo.py, rank {rank}: {type(error).__name__}: {error}"
-    if message:
-        print(message, file=sys.stderr)
+        # a rank that is gone makes the others fail in their next exchange: its message is the cause
+        first = rank_gone(patience=3) if isinstance(error, RuntimeError) and NEIGHBOURS else None
+        if first is None:
+            traceback.print_exc()
+        why = f"{type(error).__name__}: {error}" if first is None else f"rank {first} {ENDED_FIRST}"
+        message = f"grpo.py, rank {rank}: {why}"
     leave_status(folder, status, rank, message)
+    if status and NEIGHBOURS:  # at once: what else is running could wait for the others
+        os._exit(status)
     if dist.is_initialized():
         dist.destroy_process_group()
     sys.exit(status)
@@ -1021,11 +1282,17 @@ def parse_arguments(quiet):
 
 
 def leave_status(folder, status, rank, message):
-    """exit_status, and the message for launch.sh to say last, below what torchrun prints of its own."""
-    if rank != "0" or (status == 0 and not os.path.isdir(folder)):
+    """Say why this rank ends, and leave it with exit_status for launch.sh, which says it last, below torchrun's report.
+
+    Rank 0's counts, but for what the user can mend (2): that may have happened to another rank alone."""
+    if message:
+        print(f"\n{message}", file=sys.stderr, flush=True)
+    if (rank != "0" and status != 2) or (status == 0 and not os.path.isdir(folder)):
         return
     try:
         os.makedirs(folder, exist_ok=True)
+        if status == 1 and NEIGHBOURS and os.path.exists(os.path.join(folder, "exit_status")):
+            return  # another rank failed first
         for name, text in (("exit_status", f"{status}"), ("exit_message", message)):
             if text:
                 with open(os.path.join(folder, name), "w") as file:
