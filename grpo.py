@@ -178,7 +178,7 @@ def train(run, model, train_records, val_records):
             if not save_checkpoint(run) and last:
                 raise OSError("the last checkpoint could not be written, see above")
         if number and not last:
-            raise Stopped(128 + number, f"{signal.Signals(number).name} after step {run.step}: {what_counts(args)}")
+            raise Stopped(128 + number, f"{signal.Signals(number).name} after step {run.step}; {what_counts(args)}")
         began = time.perf_counter()
     bar.close()
 
@@ -675,10 +675,10 @@ def save_weights(engine, processor, folder):
 
 
 def save_checkpoint(run):
-    """Write checkpoint-<step> whole or not at all -> is it written? Under a temporary name until it is on the disk.
+    """Write checkpoint-<step> whole or not at all, under a temporary name until it is on the disk -> is it written?
 
-    A rank that cannot write (torch.save says so with a RuntimeError) goes on with the others and tells them, or they
-    would wait for it. Nothing that was saved before is touched until the new checkpoint is whole.
+    A rank that cannot write goes on with the others and tells them, or they would wait for it. What was saved before
+    is not touched until the new checkpoint is whole.
     """
     engine, failed, began = run.engine, [], time.monotonic()
     folder = os.path.join(run.args.output_dir, f"checkpoint-{run.step}.tmp")
@@ -686,7 +686,7 @@ def save_checkpoint(run):
     def attempt(function, *arguments):
         try:
             function(*arguments)
-        except (OSError, RuntimeError, SafetensorError) as error:
+        except (OSError, RuntimeError, SafetensorError) as error:  # RuntimeError: torch.save's, of a full disk too
             failed.append(f"rank {run.rank}: {error}")
 
     def agreed():
@@ -703,7 +703,7 @@ def save_checkpoint(run):
         if not run.args.save_only_model:
             write = engine.checkpoint_engine.save
             engine.checkpoint_engine.save = lambda state_dict, path: attempt(write, state_dict, path)
-            engine._copy_recovery_script = lambda folder: None  # joins what the ranks saved: we save whole weights
+            engine._copy_recovery_script = lambda folder: None  # it joins ZeRO's parts, and the weights are whole here
             engine.save_checkpoint(os.path.join(folder, "zero"), tag="state", save_latest=False)
             engine.checkpoint_engine.save = write
     if agreed() and run.rank == 0:
@@ -716,7 +716,7 @@ def save_checkpoint(run):
 
 
 def finish_checkpoint(run, folder):
-    """state.json with a checksum of every file, all of it to the disk, the final name; then what is to be deleted."""
+    """state.json with every file's checksum, all of it to the disk, the final name; only then old ones are deleted."""
     state = {"step": run.step, "num_tokens": run.num_tokens, "identity": run.identity, "args": asdict(run.args)}
     state["files"] = checksums(folder)
     with open(os.path.join(folder, "state.json"), "w") as file:
@@ -728,29 +728,27 @@ def finish_checkpoint(run, folder):
     os.replace(folder, final)
     to_disk(run.args.output_dir)
     for old in checkpoints(run.args.output_dir)[:-limit] if limit else ():
-        os.replace(old, old + ".tmp")  # so that one half deleted is no checkpoint
+        os.replace(old, old + ".tmp")  # half deleted it would be no checkpoint
         shutil.rmtree(old + ".tmp")
 
 
 def to_disk(path):
-    """Wait until a file, or a folder's list of names, would survive a loss of power."""
+    """fsync a file, or a folder's list of names: it survives a loss of power."""
     handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    os.fsync(handle)
+    os.close(handle)
 
 
 def checksums(folder):
-    """{path below the folder: CRC-32} of its files, state.json left out. zlib lets threads run beside each other."""
+    """{path in the folder: CRC-32} of its files but state.json. zlib lets go of the GIL, so threads share the work."""
 
     def crc(path):
         with open(path, "rb") as file:
-            return functools.reduce(lambda sum, block: zlib.crc32(block, sum), iter(lambda: file.read(1 << 24), b""), 0)
+            return functools.reduce(lambda crc, block: zlib.crc32(block, crc), iter(lambda: file.read(1 << 24), b""), 0)
 
     paths = sorted(path for path in pathlib.Path(folder).rglob("*") if path.is_file() and path.name != "state.json")
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        return {str(path.relative_to(folder)): sum for path, sum in zip(paths, pool.map(crc, paths), strict=True)}
+        return {str(path.relative_to(folder)): crc for path, crc in zip(paths, pool.map(crc, paths), strict=True)}
 
 
 def damage(folder):
@@ -758,12 +756,11 @@ def damage(folder):
     try:
         with open(os.path.join(folder, "state.json")) as file:
             state = json.load(file)
-        if state.pop("crc") != zlib.crc32(json.dumps(state).encode()):
-            return "state.json is not as it was saved"
+        wrong = [] if state.pop("crc") == zlib.crc32(json.dumps(state).encode()) else ["state.json"]
         now = checksums(folder)
-        wrong = [name for name, crc in state["files"].items() if now.get(name) != crc]
-        return f"{wrong[0]} is {'not as it was saved' if wrong[0] in now else 'missing'}" if wrong else None
-    except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:  # of JSON that is something else
+        wrong += [name for name, crc in state["files"].items() if now.get(name) != crc]
+        return f"{wrong[0]} is missing or not as it was saved" if wrong else None
+    except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:  # JSON, but of something else
         return f"state.json cannot be read: {error!r}"
 
 
@@ -791,22 +788,18 @@ def checkpoint_to_resume(args):
             raise ValueError(f"{args.output_dir} holds {newest}: go on with --resume_from_checkpoint true, {other}")
         return None
     if asked.lower() == "true":
-        if not found:
-            tell(f"no checkpoint in {args.output_dir} yet: starting at step 0")
-            return None
-        whole = None
-        for folder in reversed(found):
-            wrong = damage(folder)
-            if not wrong:
-                whole = folder
-                break
-            tell(f"{folder} is damaged: {wrong}")
-        if whole is None:
+        for i, folder in reversed(list(enumerate(found))):
+            if wrong := damage(folder):
+                tell(f"warning: {folder} is damaged: {wrong}")
+                continue
+            for later in found[i + 1 :]:  # set aside, or --save_total_limit would keep it for the newest
+                shutil.rmtree(later + ".damaged", ignore_errors=True)
+                os.replace(later, later + ".damaged")
+            return folder
+        if found:
             raise ValueError(f"{args.output_dir}: every checkpoint is damaged, see above; give another --run_name")
-        for folder in found[found.index(whole) + 1 :]:  # or --save_total_limit would take them for newer ones
-            shutil.rmtree(folder + ".damaged", ignore_errors=True)
-            os.replace(folder, folder + ".damaged")
-        return whole
+        tell(f"no checkpoint in {args.output_dir} yet: starting at step 0")
+        return None
     if not os.path.isfile(os.path.join(asked, "state.json")):
         raise ValueError(f"--resume_from_checkpoint {asked}: no state.json there; give a checkpoint's folder, or true")
     if found and not os.path.samefile(asked, found[-1]):
@@ -817,47 +810,42 @@ def checkpoint_to_resume(args):
 
 
 def identity(run):
-    """What must be the same when a run goes on: how the optimizer's states are cut and of which type they are, and
-    what the place in the records' order depends on. Records are compared by content, so they may be moved."""
-    picked = [run.dataset[i] for i in np.linspace(0, len(run.dataset) - 1, 64).astype(int).tolist()]
+    """What must be the same when a run goes on: that on which the optimizer's states and the records' order depend.
+    The records are compared by content, which may have moved."""
+    some = [run.dataset[i] for i in np.linspace(0, len(run.dataset) - 1, 64).astype(int).tolist()]
     same = {"number of ranks": run.world, "--zero_stage": run.engine.zero_optimization_stage()}
     same |= {"prompts a rank": prompts_per_rank(run.args)}
-    same["records"] = f"{len(run.dataset)} (checksum {zlib.crc32(repr(picked).encode()):x})"
+    same["records"] = f"{len(run.dataset)} (checksum {zlib.crc32(repr(some).encode()):x})"
     names = ("torch_dtype", "freeze_vision_modules", "val_split_ratio", "data_seed")
     return same | {f"--{name}": getattr(run.args, name) for name in names}
 
 
 def load_checkpoint(run, folder):
     """Restore weights, optimizer and counters: with `seed_everything` and the records' order, all that a run is."""
-    with open(os.path.join(folder, "state.json")) as file:
-        state = json.load(file)
-    weights_alone = (
-        f"go on from its weights alone with `bash launch.sh --model_name_or_path {folder} --output_dir "
-        f"{run.args.output_dir}_2` and your other flags"
-    )
-    for name, now in run.identity.items():
-        was = state["identity"][name]
-        if was != now:
-            raise ValueError(
-                f"{folder} was saved with {name} {was}, now it is {now}: use {was} again, or {weights_alone}"
-            )
-    if state["args"]["save_only_model"]:
-        raise ValueError(f"{folder} was saved with --save_only_model: {weights_alone}")
-    args = json.loads(json.dumps(asdict(run.args)))
-    changed = [name for name in args if args[name] != state["args"].get(name) and name != "resume_from_checkpoint"]
-    for name in changed:  # from here on it is this run's
-        tell(f"--{name} was {state['args'].get(name)}, from now on it is {args[name]}")
-    # DeepSpeed reads its files with weights_only=False (0.19.8), which would run code that somebody put there. These
-    # three are all that they hold beside tensors and plain values.
-    os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
     from deepspeed.runtime.fp16.loss_scaler import LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address
 
+    with open(os.path.join(folder, "state.json")) as file:
+        state = json.load(file)
+    out, was, now = run.args.output_dir, state["args"], json.loads(json.dumps(asdict(run.args)))
+    alone = f"go on from its weights alone: bash launch.sh --model_name_or_path {folder} --output_dir {out}_2 …"
+    for name, value in run.identity.items():
+        old = state["identity"][name]
+        if old != value:
+            raise ValueError(f"{folder} was saved with {name} {old}, now it is {value}: use {old} again, or {alone}")
+    if was["save_only_model"]:
+        raise ValueError(f"{folder} was saved with --save_only_model: {alone}")
+    for name in now:
+        if now[name] != was.get(name) and name != "resume_from_checkpoint":
+            tell(f"--{name} was {was.get(name)}, from here on it is {now[name]}")
+    # DeepSpeed 0.19.8 reads its files with weights_only=False, which would run code that somebody put there. These
+    # three classes are all that they hold beside tensors and plain values.
+    os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
     with torch.serialization.safe_globals([LossScaler, ZeroStageEnum, fragment_address]):
         path, _ = run.engine.load_checkpoint(os.path.join(folder, "zero"), tag="state")
     if path is None:
-        raise ValueError(f"{folder}/zero could not be read: {weights_alone}")
+        raise ValueError(f"{folder}/zero could not be read: {alone}")
     run.step, run.num_tokens = state["step"], state["num_tokens"]
     tell(f"resumed from {folder}")
 
@@ -868,74 +856,65 @@ NEIGHBOURS = {}  # process id -> rank, of the other ranks on this node
 
 
 class Stopped(Exception):
-    """Raised in `train` after a signal: (exit status, message)."""
+    """Ends `train` after a signal: (exit status, message)."""
 
 
 class Stop:
     """SIGTERM (pre-emption) and SIGINT: training ends between two steps, after a save if torchrun leaves time for it.
 
-    A thread hears the signals, by signal.set_wakeup_fd, because the main one may be waiting in NCCL for a rank that is
-    gone, and torchrun ends a failed job with the same SIGTERM. Where waiting is of no use it ends the process at once.
+    A thread hears the signals (signal.set_wakeup_fd), because the main one may be waiting in NCCL for a rank that is
+    gone: torchrun ends what is left of a failed job with the same SIGTERM.
     """
 
-    number, deadline, save_seconds = 0, math.inf, 0.0  # the signal; when torchrun kills; how long the last save took
+    number, deadline, save_seconds = 0, math.inf, 0.0  # the signal; when torchrun kills; what the last save took
 
     def listen(self, run):
-        launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         pipe, end = os.pipe()
         os.set_blocking(end, False)
         signal.set_wakeup_fd(end)
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: None)  # without a handler of Python's the signal is not written to `end`
-        threading.Thread(target=self.hear, args=(pipe, run, launcher), daemon=True).start()
+            signal.signal(number, lambda *_: None)  # only a signal with a handler is written to `end`
+        threading.Thread(target=self.hear, args=(pipe, run), daemon=True).start()
 
-    def hear(self, pipe, run, launcher):
+    def hear(self, pipe, run):
         number = 0
-        while number not in (signal.SIGTERM, signal.SIGINT):  # SIGCHLD comes by here too
+        while number not in (signal.SIGTERM, signal.SIGINT):  # SIGCHLD comes by as well
             number = os.read(pipe, 1)[0]
-        patience = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 30)) - 3  # then torchrun kills
+        patience = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 30)) - 3  # torchrun's, less a way out
         self.number, self.deadline = number, time.monotonic() + patience
-        while self.save_seconds < patience and time.monotonic() < self.deadline:
-            if rank_gone() is not None or launcher not in (None, os.getppid()):
-                break
+        while not (lost := lost_rank()) and self.save_seconds < patience and time.monotonic() < self.deadline:
             time.sleep(0.1)
-        status, message = 128 + number, f"{signal.Signals(number).name}, no time to save: {what_counts(run.args)}"
-        if (first := rank_gone()) is not None:
-            status, message = 1, f"rank {first} {ENDED_FIRST}; {what_counts(run.args)}"
-        leave_status(run.args.output_dir, status, str(run.rank), f"grpo.py, rank {run.rank}: {message}")
-        os._exit(status)
+        why = lost or f"{signal.Signals(number).name}, no time to save"
+        leave_status(run.args.output_dir, 1 if lost else 128 + number, run.rank, f"{why}; {what_counts(run.args)}")
+        os._exit(1 if lost else 128 + number)
 
     def agreed(self, device):
-        """(the number of a signal that any rank was sent, or 0; is there time for a save), the same on all ranks."""
+        """(the number of a signal that some rank was sent, or 0; is there time for a save), the same on all ranks."""
         table = torch.tensor([self.deadline - time.monotonic() - self.save_seconds, -self.number], device=device)
         dist.all_reduce(table, dist.ReduceOp.MIN)
         return -int(table[1]), bool(table[0] > 0)
 
 
-ENDED_FIRST = "ended first: its own message is above, or else it was killed (for memory, by the kernel: see dmesg)"
-
-
-def rank_gone(patience=0.0):
-    """The rank of this node that has ended before this one, or None after `patience` seconds."""
+def lost_rank(patience=0.0):
+    """A message about a rank of this node that has ended before this one, or None after `patience` seconds."""
     until = time.monotonic() + patience
     while True:
         for process, rank in NEIGHBOURS.items():
             try:
-                os.kill(process, 0)  # sends nothing; torchrun has collected a rank before it ends the others
+                os.kill(process, 0)  # sends nothing; fails once torchrun has collected a process that ended
             except ProcessLookupError:
-                return rank
+                return f"rank {rank} ended first, by its own message above or killed (the kernel, for memory: dmesg)"
         if time.monotonic() >= until:
             return None
         time.sleep(0.05)
 
 
 def follow_the_rank(_):
-    """A data worker begins: signals are its rank's business, though torchrun sends them to all of a rank's processes,
-    and it ends when its rank does."""
+    """A data worker begins: it ends with its rank, whose business signals are (torchrun sends them to both)."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 # --- DeepSpeed ---------------------------------------------------------------------------------------------------
@@ -1244,21 +1223,19 @@ def main():
         status = 0
     except Stopped as stopped:
         status, message = stopped.args
-        message = f"grpo.py, rank {rank}: {message}" if rank == "0" else ""
     except (ValueError, data.DataError) as error:  # RewardError is a ValueError
-        status, message = 2, f"grpo.py, rank {rank}: {error}"
+        status, message = 2, str(error)
     except KeyboardInterrupt:
-        status, message = 130, f"grpo.py, rank {rank}: interrupted; --resume_from_checkpoint true goes on from {folder}"
+        status, message = 130, f"interrupted; --resume_from_checkpoint true goes on from {folder}"
     except Exception as error:
         # a rank that is gone makes the others fail in their next exchange: its message is the cause
-        first = rank_gone(patience=3) if isinstance(error, RuntimeError) and NEIGHBOURS else None
-        if first is None:
+        message = lost_rank(patience=3) if isinstance(error, RuntimeError) and NEIGHBOURS else ""
+        if not message:
             traceback.print_exc()
-        why = f"{type(error).__name__}: {error}" if first is None else f"rank {first} {ENDED_FIRST}"
-        message = f"grpo.py, rank {rank}: {why}"
-    leave_status(folder, status, rank, message)
-    if status and NEIGHBOURS:  # at once: what else is running could wait for the others
-        os._exit(status)
+            message = f"{type(error).__name__}: {error}"
+    leave_status(folder, status, int(rank), message)
+    if status and NEIGHBOURS:
+        os._exit(status)  # at once: a clean exit might wait for the others
     if dist.is_initialized():
         dist.destroy_process_group()
     sys.exit(status)
@@ -1274,7 +1251,7 @@ def parse_arguments(quiet):
         try:
             args, unknown = parser.parse_args_into_dataclasses(return_remaining_strings=True)
         except SystemExit as stop:  # 0 after --help, 2 for a value that does not parse
-            leave_status(output_folder(sys.argv[1:]), stop.code, "1" if quiet else "0", "")
+            leave_status(output_folder(sys.argv[1:]), stop.code, int(quiet), "")
             raise
     if unknown:
         raise ValueError(f"unknown: {' '.join(unknown)}; --help lists the flags, the README VLM-R1's that are missing")
@@ -1282,21 +1259,20 @@ def parse_arguments(quiet):
 
 
 def leave_status(folder, status, rank, message):
-    """Say why this rank ends, and leave it with exit_status for launch.sh, which says it last, below torchrun's report.
-
-    Rank 0's counts, but for what the user can mend (2): that may have happened to another rank alone."""
-    if message:
-        print(f"\n{message}", file=sys.stderr, flush=True)
-    if (rank != "0" and status != 2) or (status == 0 and not os.path.isdir(folder)):
+    """Say why a rank ends and leave that for launch.sh, which says it again below torchrun's report, with the status.
+    Rank 0 speaks for all, but for what the user can mend (2): another rank alone may have met that."""
+    if rank and status != 2 or status == 0 and not os.path.isdir(folder):
         return
+    message = message and f"grpo.py, rank {rank}: {message}\n"
+    print(message and f"\n{message}", end="", file=sys.stderr, flush=True)  # not behind the progress bar
     try:
         os.makedirs(folder, exist_ok=True)
         if status == 1 and NEIGHBOURS and os.path.exists(os.path.join(folder, "exit_status")):
-            return  # another rank failed first
-        for name, text in (("exit_status", f"{status}"), ("exit_message", message)):
+            return  # by a rank that failed first
+        for name, text in (("exit_status", f"{status}\n"), ("exit_message", message)):
             if text:
                 with open(os.path.join(folder, name), "w") as file:
-                    file.write(f"{text}\n")
+                    file.write(text)
     except OSError as error:
         print(f"grpo.py: exit_status {status} cannot be written to {folder}: {error}", file=sys.stderr)
 

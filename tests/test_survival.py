@@ -2,16 +2,19 @@
 
 The tiny model on CPU. Runs that need no launcher are forked (see ranks.py); those marked slow add up to some minutes.
 """
+# ruff: noqa: F401, F811 (fixtures of test_run.py)
 
 import functools
 import json
 import math
 import os
-import random
+import re
 import resource
+import shutil
 import signal
 import subprocess
 import time
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -21,8 +24,8 @@ import torch
 import grpo
 import model as M
 from ranks import run_ranks
-from test_launch import ROOT, environment, processes_with, training, until
-from test_run import flags, lines, pictures, reward_file, run_once  # noqa: F401
+from test_launch import ROOT, environment, processes_with, until
+from test_run import flags, lines, pictures, reward_file, run_once
 from test_update import G, arguments, fixed_step
 
 slow = pytest.mark.slow
@@ -87,3 +90,316 @@ def test_five_in_a_row_end_the_run_and_name_the_records(checkpoints, tmp_path, s
     assert [line["skipped_steps"] for line in metrics] == [1, 1, 1, 1, 0, 1]
     with pytest.raises(AssertionError, match=r"FloatingPointError: 5 updates in a row.*look at records \[102, 103\]"):
         run_ranks(2, functools.partial(run, (1, 2, 3, 4, 5), range(6)))
+
+
+# ------------------------------------------------------------------------------------- whole runs, by launch.sh
+
+REWARD = """import os, signal, time
+from pathlib import Path
+
+calls = 0
+
+
+def reward(prompts, completions, **columns):
+    global calls
+    calls += 1
+    step, rank, here = calls, os.environ["RANK"], Path(__file__).parent
+    {fault}
+    return [c.count("e") / max(1, len(c)) for c in completions]
+"""
+
+
+def command(checkpoints, pictures, folder, fault="pass", **more):
+    """launch.sh's words for a run of six steps with checkpoints at 3 and 6, whose reward function has a fault."""
+    (folder / "reward.py").write_text(REWARD.format(fault=fault))
+    given = {"model_name_or_path": checkpoints["qwen2_5_vl"], "data_file_paths": pictures / "a.jsonl", "save_steps": 3}
+    given |= {"image_folders": pictures, "bf16": "false", "num_generations": 4, "max_completion_length": 8}
+    given |= {"learning_rate": 1e-3, "lr_scheduler_type": "constant", "max_steps": 6, "stall_timeout": 60}
+    given |= {"question_template": "{Question}", "reward_funcs": f"{folder}/reward.py:reward", "num_workers": 1}
+    given |= {"output_dir": folder / "run", "resume_from_checkpoint": "true"}
+    return [str(word) for name, value in (given | more).items() for word in (f"--{name}", value)]
+
+
+def launched(words, folder, **variables):
+    log = open(folder / "log", "wb")  # noqa: SIM115
+    variables = {"NPROC": "2", "OMP_NUM_THREADS": "1"} | variables
+    arguments = ["bash", ROOT / "launch.sh", *words]
+    return subprocess.Popen(arguments, cwd=folder, env=environment(**variables), stdout=log, stderr=log)
+
+
+def undisturbed(words, out, world=2):
+    (args,) = grpo.HfArgumentParser(grpo.Arguments).parse_args_into_dataclasses(words)
+    args.output_dir = str(out)
+    run_ranks(world, run_once, args)
+    return losses(out)
+
+
+def losses(folder):
+    return [[line.get(key) for key in ("step", "loss", "grad_norm", "reward", "num_tokens")] for line in lines(folder)]
+
+
+def remains(folder):
+    """Processes of a run (a rank's data workers among them) and what lies in shared memory."""
+    found = processes_with(f"{folder}/reward.py:reward")
+    return found, set(os.listdir("/dev/shm"))
+
+
+def ended(job, folder, shared, seconds):
+    """Wait for the end of a job: (status, what was on the console). Nothing of it may be left."""
+    status = job.wait(seconds)
+    until(lambda: not remains(folder)[0], seconds=3)
+    assert remains(folder)[1] <= shared
+    return status, (folder / "log").read_text()
+
+
+SLEEP = "(here / f'reached{step}').touch(); time.sleep(0.4)"
+
+
+def test_a_signal_saves_and_the_same_command_goes_on(checkpoints, pictures, tmp_path):
+    """SIGTERM to launch.sh in the second step of six. What is left is what an undisturbed run leaves."""
+    words, shared = command(checkpoints, pictures, tmp_path, SLEEP), remains(tmp_path)[1]
+    job = launched(words, tmp_path)
+    until(lambda: (tmp_path / "reached2").exists() or job.poll() is not None, seconds=100)
+    job.terminate()
+    began = time.monotonic()
+    status, said = ended(job, tmp_path, shared, 40)
+    print(f"from SIGTERM to the end of launch.sh: {time.monotonic() - began:.1f} s")
+    assert status == 143, said
+    step = len(lines(tmp_path / "run"))
+    assert 2 <= step < 6 and f"SIGTERM after step {step}; {tmp_path}/run/checkpoint-{step} counts" in said
+    assert "checkpoint-" in said.splitlines()[-1]  # below torchrun's own report
+    job = launched(words, tmp_path)
+    status, said = ended(job, tmp_path, shared, 100)
+    assert status == 0 and f"resumed from {tmp_path}/run/checkpoint-{step}" in said, said
+    assert losses(tmp_path / "run") == undisturbed(words, tmp_path / "whole")
+
+
+def signalled(args, number):
+    """On each rank: what `train` said of a signal that this process, if it is the last rank, sends itself."""
+    run, *rest = grpo.start(args)
+    run.stop.listen(run)
+    with pytest.raises(grpo.Stopped) as stopped:
+        grpo.train(run, *rest)
+    return run.step, *stopped.value.args
+
+
+def test_ranks_stop_after_the_same_step_when_one_was_told(checkpoints, pictures, tmp_path):
+    fault = "step == 2 and rank == '1' and os.kill(os.getpid(), signal.SIGINT)"
+    words = command(checkpoints, pictures, tmp_path, fault)
+    (args,) = grpo.HfArgumentParser(grpo.Arguments).parse_args_into_dataclasses(words)
+    for step, status, message in run_ranks(2, signalled, args, signal.SIGINT):
+        assert (step, status) == (2, 130) and "checkpoint-2 counts" in message
+    assert grpo.damage(str(tmp_path / "run" / "checkpoint-2")) is None
+
+
+def test_a_signal_that_leaves_no_time_for_a_save_says_what_counts(checkpoints, pictures, tmp_path):
+    """The fourth step takes longer than torchrun waits, which is set to 5 s here instead of 30."""
+    fault = "step == 4 and ((here / 'reached').touch(), time.sleep(60))"
+    words, shared = command(checkpoints, pictures, tmp_path, fault), remains(tmp_path)[1]
+    job = launched(words, tmp_path, TORCH_ELASTIC_SHUTDOWN_TIMEOUT="5")
+    until(lambda: (tmp_path / "reached").exists() or job.poll() is not None, seconds=100)
+    job.send_signal(signal.SIGINT)
+    began = time.monotonic()
+    status, said = ended(job, tmp_path, shared, 20)
+    print(f"from SIGINT to the end of launch.sh: {time.monotonic() - began:.1f} s")
+    assert status == 130 and f"no time to save; {tmp_path}/run/checkpoint-3 counts" in said.splitlines()[-1], said
+
+
+# ------------------------------------------------------------------------------------------------------------- ranks
+
+
+@pytest.mark.parametrize(
+    "fault, status, cause",
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", 1, "rank 1 ended first"),
+        ("1 / 0", 2, "rank 1: reward function reward raised ZeroDivisionError"),
+    ],
+    ids=["killed", "raising"],
+)
+def test_a_rank_that_is_lost_ends_the_job(checkpoints, pictures, tmp_path, fault, status, cause):
+    fault = f"rank == '1' and step == 4 and ((here / 'reached').touch(), {fault})"
+    words, shared = command(checkpoints, pictures, tmp_path, fault), remains(tmp_path)[1]
+    job = launched(words, tmp_path)
+    until(lambda: (tmp_path / "reached").exists() or job.poll() is not None, seconds=100)
+    began = time.monotonic()
+    got, said = ended(job, tmp_path, shared, 10)
+    print(f"from the fault to the end of launch.sh: {time.monotonic() - began:.1f} s")
+    assert got == status and cause in said.splitlines()[-1], said
+    assert "Traceback" not in said.split("torch/distributed/elastic")[0] and "Connection closed" not in said, said
+
+
+# ------------------------------------------------------------------------------------------------------- checkpoints
+
+
+def flip(path):
+    """Change one bit in the middle of a file, as a bad disk does."""
+    with open(path, "r+b") as file:
+        file.seek(os.path.getsize(path) // 2)
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(checkpoints, pictures, tmp_path, reward_file, capfd):
+    make = functools.partial(flags, checkpoints["qwen2_5_vl"], pictures, reward_funcs=[reward_file], zero_stage=1)
+    make = functools.partial(make, save_only_model=False, save_steps=1, learning_rate=1e-3)
+    run_ranks(1, run_once, make(tmp_path / "whole", max_steps=4))
+    out = tmp_path / "run"
+    run_ranks(1, run_once, make(out, max_steps=3))
+    two, three = out / "checkpoint-2", out / "checkpoint-3"
+    files = [path for path in three.rglob("*") if path.is_file()]
+    assert {"model.safetensors", "mp_rank_00_model_states.pt"} < {path.name for path in files}
+    for path in files:  # a flipped bit in any file is found, a missing one and a cut one too
+        flip(path)
+        assert path.name in grpo.damage(str(three))
+        flip(path)
+    assert grpo.damage(str(three)) is None
+    os.truncate(three / "model.safetensors", 1000)
+    (two / "zero" / "state" / "zero_pp_rank_0_mp_rank_00_optim_states.pt").unlink()
+    with pytest.raises(AssertionError, match="checkpoint-3 is damaged: model.safetensors is .*; give the one before"):
+        run_ranks(1, run_once, make(out, max_steps=4, resume_from_checkpoint=str(three)))
+    capfd.readouterr()
+    run_ranks(1, run_once, make(out, max_steps=4, resume_from_checkpoint="true", save_total_limit=2))
+    said = capfd.readouterr().err
+    assert "checkpoint-3 is damaged: model.safetensors" in said and f"resumed from {out}/checkpoint-1" in said
+    assert "checkpoint-2 is damaged: zero/state/zero_pp_rank_0_mp_rank_00_optim_states.pt" in said
+    assert "--max_steps was 3, from here on it is 4" in said
+    assert losses(out) == losses(tmp_path / "whole")
+    assert [os.path.basename(path) for path in grpo.checkpoints(str(out))] == ["checkpoint-3", "checkpoint-4"]
+    for path in grpo.checkpoints(str(out)):
+        flip(Path(path) / "state.json")
+    with pytest.raises(AssertionError, match="every checkpoint is damaged"):
+        run_ranks(1, run_once, make(out, max_steps=5, resume_from_checkpoint="true"))
+
+
+def test_what_would_be_a_wrong_resume_is_refused(checkpoints, pictures, tmp_path, reward_file):
+    """Other records under the same name, another order of them, other optimizer states; but moved data are the same."""
+    data = tmp_path / "data"
+    shutil.copytree(pictures, data)
+    make = functools.partial(flags, checkpoints["qwen2_5_vl"], data, tmp_path / "run", reward_funcs=[reward_file])
+    run_ranks(1, run_once, make(max_steps=1, save_only_model=False, zero_stage=1))
+    again = functools.partial(make, max_steps=2, resume_from_checkpoint="true", save_only_model=False)
+    alone = r"or go on from its weights alone: bash launch.sh --model_name_or_path .*/run/checkpoint-1"
+    for more, message in (
+        ({"per_device_train_batch_size": 16}, "prompts a rank 2, now it is 4"),
+        ({"seed": 7}, "--data_seed 42, now it is 7"),
+        ({"val_split_ratio": 0.3}, "--val_split_ratio 0.0, now it is 0.3"),
+        ({"bf16": True, "torch_dtype": "bfloat16"}, "--torch_dtype float32, now it is bfloat16"),
+    ):
+        with pytest.raises(AssertionError, match=f"{message}.*{alone}"):
+            run_ranks(1, run_once, again(zero_stage=1, **more))
+    text = (data / "a.jsonl").read_text()
+    (data / "a.jsonl").write_text(text.replace("box 7", "box 8"))
+    with pytest.raises(AssertionError, match=f"records 12 .*, now it is 12 .*{alone}"):
+        run_ranks(1, run_once, again(zero_stage=1))
+    shutil.rmtree(data)
+    shutil.copytree(pictures, tmp_path / "moved")
+    moved = {"data_file_paths": str(tmp_path / "moved" / "a.jsonl"), "image_folders": str(tmp_path / "moved")}
+    run_ranks(
+        1,
+        run_once,
+        again(
+            zero_stage=1,
+            learning_rate=1e-4,
+            num_generations=2,
+            per_device_train_batch_size=4,
+            gradient_accumulation_steps="1",
+            **moved,
+        ),
+    )
+    assert [line["step"] for line in lines(tmp_path / "run")] == [1, 2]
+
+
+def test_a_checkpoint_cannot_run_code(checkpoints, pictures, tmp_path, reward_file):
+    """An optimizer file is a pickle; one that calls a function when it is read is refused, checksums made to fit."""
+    make = functools.partial(flags, checkpoints["qwen2_5_vl"], pictures, tmp_path, reward_funcs=[reward_file])
+    run_ranks(1, run_once, make(max_steps=1, save_only_model=False))
+    folder = tmp_path / "checkpoint-1"
+    torch.save(Evil(str(tmp_path / "evil")), next(folder.rglob("*optim_states.pt")))
+    state = json.loads((folder / "state.json").read_text())
+    state = {name: value for name, value in state.items() if name != "crc"} | {"files": grpo.checksums(str(folder))}
+    (folder / "state.json").write_text(json.dumps(state | {"crc": zlib.crc32(json.dumps(state).encode())}))
+    with pytest.raises(AssertionError, match="Weights only load failed"):
+        run_ranks(1, run_once, make(max_steps=2, resume_from_checkpoint="true"))
+    assert not (tmp_path / "evil").exists()
+
+
+class Evil:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+# -------------------------------------------------------------------------------------------------------------- disk
+
+
+def run_with_a_limit(args, bytes_a_file):
+    """The last rank may not write files larger than that, which is what a full disk or a quota does to it."""
+    run, *rest = grpo.start(args)
+    if run.rank == run.world - 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (bytes_a_file, bytes_a_file))
+    grpo.train(run, *rest)
+
+
+@pytest.mark.parametrize("world, stage", [(2, 1), pytest.param(1, 3, marks=slow), pytest.param(2, 3, marks=slow)])
+def test_a_checkpoint_that_one_rank_cannot_write(checkpoints, pictures, tmp_path, reward_file, capfd, world, stage):
+    """All ranks go on, what was saved before is kept whole although one checkpoint is the limit; at the end it is an
+    error, for then the weights would be lost."""
+    make = functools.partial(flags, checkpoints["qwen2_5_vl"], pictures, tmp_path, reward_funcs=[reward_file])
+    make = functools.partial(make, save_only_model=False, save_steps=1, save_total_limit=1, zero_stage=stage)
+    run_ranks(world, run_once, make(max_steps=1))
+    capfd.readouterr()
+    with pytest.raises(AssertionError, match="OSError: the last checkpoint could not be written"):
+        run_ranks(world, run_with_a_limit, make(max_steps=3, resume_from_checkpoint="true"), 200_000)
+    said = capfd.readouterr().err
+    for step in (2, 3):
+        assert f"warning: checkpoint-{step} could not be written (rank {world - 1}: " in said
+    assert f"{tmp_path}/checkpoint-1 counts" in said
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3]
+    assert [path for path in os.listdir(tmp_path) if "checkpoint" in path] == ["checkpoint-1"]
+    assert grpo.damage(f"{tmp_path}/checkpoint-1") is None
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A real file system of 12 MB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", folder], capture_output=True).returncode:
+        pytest.skip("mounting a file system needs root")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+FILL = """
+if step == 2 and rank == "0":
+    with open({ballast!r}, "wb", buffering=0) as file:
+        try:
+            while file.write(bytes(1000)):
+                pass
+        except OSError:
+            pass
+if step == 4 and rank == "0":
+    os.remove({ballast!r})
+"""
+
+
+def test_a_full_disk_costs_what_it_could_not_hold_and_no_more(checkpoints, pictures, tmp_path, small_disk, capfd):
+    """Full from step 2 to step 4: steps are missing in the logs, whole lines all of them, and training goes on."""
+    fault = FILL.format(ballast=str(small_disk / "ballast")).strip().replace("\n", "\n    ")
+    words = command(checkpoints, pictures, tmp_path, fault, output_dir=small_disk / "run", save_steps=1, zero_stage=1)
+    (args,) = grpo.HfArgumentParser(grpo.Arguments).parse_args_into_dataclasses(words)
+    args.save_total_limit = 1
+    run_ranks(1, run_once, args)
+    said = capfd.readouterr().err
+    assert all(f"warning: checkpoint-{step} could not be written" in said for step in (2, 3))
+    gaps = 0
+    for name in ("metrics.jsonl", "completions.jsonl"):
+        missing = {int(step) for step in re.findall(rf"step (\d) is missing in {small_disk}/run/{name}", said)}
+        assert {line["step"] for line in lines(small_disk / "run", name)} == {1, 2, 3, 4, 5, 6} - missing
+        gaps += len(missing)
+    assert gaps
+    assert [os.path.basename(path) for path in grpo.checkpoints(str(small_disk / "run"))] == ["checkpoint-6"]
+    assert grpo.damage(f"{small_disk}/run/checkpoint-6") is None
