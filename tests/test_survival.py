@@ -4,9 +4,11 @@ The tiny model on CPU. Runs that need no launcher are forked (see ranks.py); tho
 """
 # ruff: noqa: F401, F811 (fixtures of test_run.py)
 
+import contextlib
 import functools
 import json
 import math
+import multiprocessing
 import os
 import re
 import resource
@@ -20,13 +22,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from test_launch import ROOT, environment, processes_with, until
+from test_run import flags, lines, pictures, reward_file, run_once
+from test_update import G, arguments, fixed_step
 
 import grpo
 import model as M
 from ranks import run_ranks
-from test_launch import ROOT, environment, processes_with, until
-from test_run import flags, lines, pictures, reward_file, run_once
-from test_update import G, arguments, fixed_step
 
 slow = pytest.mark.slow
 
@@ -403,3 +405,101 @@ def test_a_full_disk_costs_what_it_could_not_hold_and_no_more(checkpoints, pictu
     assert gaps
     assert [os.path.basename(path) for path in grpo.checkpoints(str(small_disk / "run"))] == ["checkpoint-6"]
     assert grpo.damage(f"{small_disk}/run/checkpoint-6") is None
+
+
+@slow
+def test_a_frozen_rank_ends_the_job(checkpoints, pictures, tmp_path):
+    """SIGSTOP, the worst case: the others wait --stall_timeout, then torchrun 30 s before it kills."""
+    fault = "rank == '1' and step == 4 and ((here / 'reached').touch(), os.kill(os.getpid(), signal.SIGSTOP))"
+    words = command(checkpoints, pictures, tmp_path, fault, stall_timeout=10)
+    shared = remains(tmp_path)[1]
+    job = launched(words, tmp_path)
+    until(lambda: (tmp_path / "reached").exists() or job.poll() is not None, seconds=100)
+    began = time.monotonic()
+    status, said = ended(job, tmp_path, shared, 10 + 60)
+    print(f"from SIGSTOP to the end of launch.sh, --stall_timeout 10: {time.monotonic() - began:.1f} s")
+    assert status == 1 and "Timed out" in said.splitlines()[-1], said
+
+
+@slow
+@pytest.mark.parametrize("who", ["all processes, as SLURM does", "torchrun alone, killed"])
+def test_signals_from_elsewhere(checkpoints, pictures, tmp_path, who):
+    """Each process is sent SIGTERM by SLURM, data workers too: saved all the same. Ranks never outlive torchrun."""
+    words, shared = command(checkpoints, pictures, tmp_path, SLEEP), remains(tmp_path)[1]
+    job = launched(words, tmp_path)
+    until(lambda: (tmp_path / "reached2").exists() or job.poll() is not None, seconds=100)
+    for number, line in found_processes(tmp_path):
+        if "torch.distributed.run" in line if "torchrun" in who else True:
+            os.kill(number, signal.SIGKILL if "torchrun" in who else signal.SIGTERM)
+    began = time.monotonic()
+    status = job.wait(40)
+    until(lambda: not remains(tmp_path)[0], seconds=10)
+    print(f"{who}: {time.monotonic() - began:.1f} s to the last process's end")
+    said = (tmp_path / "log").read_text()
+    assert status == (137 if "torchrun" in who else 143) and re.search(
+        r"SIGTERM after step (\d); \S*checkpoint-\1 counts", said
+    ), said
+    assert remains(tmp_path)[1] <= shared
+
+
+@slow
+def test_interrupted_at_any_moment_of_its_start(checkpoints, pictures, tmp_path):
+    """Ctrl-C while launch.sh, torchrun and the ranks begin: 130, and nothing of them is left."""
+    moments = np.random.default_rng(0).uniform(0.5, 12, 12)
+    for moment in sorted(moments):
+        words, shared = command(checkpoints, pictures, tmp_path, SLEEP, max_steps=40), remains(tmp_path)[1]
+        job = launched(words, tmp_path)
+        time.sleep(moment)
+        job.send_signal(signal.SIGINT)
+        status, said = ended(job, tmp_path, shared, 45)
+        assert status == 130, (moment, said)
+
+
+# ---------------------------------------------------------------------------------------------- kill -9 at any moment
+
+
+@slow
+def test_killed_at_forty_moments_a_run_ends_as_if_undisturbed(checkpoints, pictures, tmp_path):
+    """kill -9 of all processes at random moments of a run that saves every step, then the same command, 40 times. No
+    half checkpoint is ever taken for one, and the losses are those of a quiet run."""
+    words = command(checkpoints, pictures, tmp_path, save_steps=1, max_steps=140, save_total_limit=2, num_workers=0)
+    (args,) = grpo.HfArgumentParser(grpo.Arguments).parse_args_into_dataclasses(words)
+    generator, out, halves, resumed = np.random.default_rng(0), tmp_path / "run", 0, set()
+
+    def grown(child, step):
+        return newest_step(out) > step or not child.is_alive()
+
+    for _ in range(40):
+        child = multiprocessing.get_context("fork").Process(target=in_a_group, args=(args,))
+        child.start()
+        until(functools.partial(grown, child, newest_step(out)), seconds=100)
+        time.sleep(generator.uniform(0, 1))
+        os.killpg(child.pid, signal.SIGKILL)
+        child.join()
+        halves += any(name.endswith(".tmp") for name in os.listdir(out))
+        resumed.add(newest_step(out))
+        for path in grpo.checkpoints(str(out)):
+            assert grpo.damage(path) is None
+    print(f"40 kills, {halves} of them in a save, resumed from {len(resumed)} checkpoints, the last {max(resumed)}")
+    assert halves >= 5 and len(resumed) >= 30
+    run_ranks(2, run_once, args)
+    assert losses(out) == undisturbed(words, tmp_path / "whole")
+
+
+def newest_step(folder):
+    found = grpo.checkpoints(str(folder)) if folder.exists() else []
+    return int(found[-1].rsplit("-", 1)[1]) if found else 0
+
+
+def in_a_group(args):
+    os.setpgid(0, 0)
+    run_ranks(2, run_once, args)
+    os._exit(0)
+
+
+def found_processes(folder):
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            line = path.read_bytes().decode(errors="replace")
+            if f"{folder}/reward.py:reward" in line:
+                yield int(path.parent.name), line
