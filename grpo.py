@@ -659,19 +659,17 @@ def claim_folder(folder):
             os.remove(os.path.join(folder, name))
 
 
-def save_weights(engine, processor, folder):
-    """Whole weights as transformers writes them, with config and processor. Every rank must call it."""
+def whole_weights(engine):
+    """Every rank must call it; rank 0 gets all weights under transformers' names."""
     if engine.zero_optimization_stage() == 3:
         state = engine._zero3_consolidated_16bit_state_dict()  # gathers on all ranks, returns on rank 0
     else:
         state = engine.module.state_dict()
-    if dist.get_rank() == 0:
-        state = {name.removeprefix("model."): t for name, t in state.items() if not name.startswith("head.")}
-        empty = [name for name, tensor in state.items() if tensor.numel() == 0]
-        if empty:
-            raise RuntimeError(f"{folder}: {len(empty)} tensors are empty, {empty[0]} for one: not gathered")
-        engine.module.model.save_pretrained(folder, state_dict=state)
-        processor.save_pretrained(folder)
+    state = {name.removeprefix("model."): t for name, t in (state or {}).items() if not name.startswith("head.")}
+    empty = [name for name, tensor in state.items() if tensor.numel() == 0]
+    if empty:
+        raise RuntimeError(f"{len(empty)} weights are empty, {empty[0]} for one: they were not gathered")
+    return state
 
 
 def save_checkpoint(run):
@@ -683,9 +681,9 @@ def save_checkpoint(run):
     engine, failed, began = run.engine, [], time.monotonic()
     folder = os.path.join(run.args.output_dir, f"checkpoint-{run.step}.tmp")
 
-    def attempt(function, *arguments):
+    def attempt(function, *arguments, **named):
         try:
-            function(*arguments)
+            function(*arguments, **named)
         except (OSError, RuntimeError, SafetensorError) as error:  # RuntimeError: torch.save's, of a full disk too
             failed.append(f"rank {run.rank}: {error}")
 
@@ -699,7 +697,10 @@ def save_checkpoint(run):
         shutil.rmtree(folder, ignore_errors=True)
         attempt(os.makedirs, os.path.join(folder, "zero", "state"))
     if agreed():
-        attempt(save_weights, engine, run.processor, folder)
+        weights = whole_weights(engine)
+        if run.rank == 0:
+            attempt(engine.module.model.save_pretrained, folder, state_dict=weights)
+            attempt(run.processor.save_pretrained, folder)
         if not run.args.save_only_model:
             write = engine.checkpoint_engine.save
             engine.checkpoint_engine.save = lambda state_dict, path: attempt(write, state_dict, path)
@@ -729,13 +730,14 @@ def finish_checkpoint(run, folder):
     to_disk(run.args.output_dir)
     for old in checkpoints(run.args.output_dir)[:-limit] if limit else ():
         os.replace(old, old + ".tmp")  # half deleted it would be no checkpoint
-        shutil.rmtree(old + ".tmp")
+        shutil.rmtree(old + ".tmp", ignore_errors=True)
 
 
 def to_disk(path):
-    """fsync a file, or a folder's list of names: it survives a loss of power."""
+    """fsync a file, or a folder's list of names where its file system can: it survives a loss of power."""
     handle = os.open(path, os.O_RDONLY)
-    os.fsync(handle)
+    with contextlib.suppress(OSError) if os.path.isdir(path) else contextlib.nullcontext():
+        os.fsync(handle)
     os.close(handle)
 
 
@@ -1260,7 +1262,7 @@ def parse_arguments(quiet):
 
 def leave_status(folder, status, rank, message):
     """Say why a rank ends and leave that for launch.sh, which says it again below torchrun's report, with the status.
-    Rank 0 speaks for all, but for what the user can mend (2): another rank alone may have met that."""
+    Rank 0 speaks for all, but for what another rank may have met alone: a fault that the user can mend (2)."""
     if rank and status != 2 or status == 0 and not os.path.isdir(folder):
         return
     message = message and f"grpo.py, rank {rank}: {message}\n"
