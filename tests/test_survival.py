@@ -95,6 +95,19 @@ def test_five_in_a_row_end_the_run_and_name_the_records(checkpoints, tmp_path, s
         run_ranks(2, functools.partial(run, (1, 2, 3, 4, 5), range(6)))
 
 
+def test_a_step_of_one_group_all_cut(checkpoints, pictures, tmp_path, reward_file):
+    """One prompt, every completion cut at its third token, and those left out of the loss: a loss and norm of 0."""
+    make = functools.partial(flags, checkpoints["qwen2_5_vl"], pictures, max_steps=2, reward_funcs=[reward_file])
+    make = functools.partial(make, max_completion_length=3, per_device_train_batch_size=4, num_generations=4)
+    make = functools.partial(make, gradient_accumulation_steps="1", zero_stage=1)
+    run_ranks(1, run_once, make(tmp_path / "cut", mask_truncated_completions=True))
+    for line in lines(tmp_path / "cut"):
+        assert line["completions/clipped_ratio"] == 1 and (line["loss"], line["grad_norm"]) == (0, 0)
+        assert line["skipped_steps"] == 0 and line["entropy"] == 0
+    run_ranks(1, run_once, make(tmp_path / "kept"))
+    assert all(math.isfinite(line["loss"]) and math.isfinite(line["grad_norm"]) for line in lines(tmp_path / "kept"))
+
+
 # ------------------------------------------------------------------------------------- whole runs, by launch.sh
 
 REWARD = """import os, signal, time
