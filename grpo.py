@@ -175,8 +175,9 @@ def train(run, model, train_records, val_records):
         if len(val_records) and not number and (last or args.eval_steps and run.step % args.eval_steps == 0):
             evaluation()
         if last or run.step % args.save_steps == 0 or number and in_time:
-            if not save_checkpoint(run) and last:
-                raise OSError("the last checkpoint could not be written, see above")
+            failed = save_checkpoint(run)
+            if failed and last:
+                raise OSError(f"the last checkpoint could not be written: {failed[0]}")
         if number and not last:
             raise Stopped(128 + number, f"{signal.Signals(number).name} after step {run.step}; {what_counts(args)}")
         began = time.perf_counter()
@@ -673,7 +674,7 @@ def whole_weights(engine):
 
 
 def save_checkpoint(run):
-    """Write checkpoint-<step> whole or not at all, under a temporary name until it is on the disk -> is it written?
+    """Write checkpoint-<step> whole or not at all, under a temporary name until it is on the disk -> what failed.
 
     A rank that cannot write goes on with the others and tells them, or they would wait for it. What was saved before
     is not touched until the new checkpoint is whole.
@@ -713,7 +714,7 @@ def save_checkpoint(run):
         shutil.rmtree(folder, ignore_errors=True)  # gives a full disk its room back
         tell(f"warning: checkpoint-{run.step} could not be written ({failed[0]}); {what_counts(run.args)}")
     run.stop.save_seconds = time.monotonic() - began
-    return not failed
+    return failed
 
 
 def finish_checkpoint(run, folder):

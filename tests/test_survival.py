@@ -372,14 +372,13 @@ def test_a_checkpoint_that_one_rank_cannot_write(checkpoints, pictures, tmp_path
     make = functools.partial(make, save_only_model=False, save_steps=1, save_total_limit=1, zero_stage=stage)
     run_ranks(world, run_once, make(max_steps=1))
     capfd.readouterr()
-    with pytest.raises(AssertionError, match="OSError: the last checkpoint could not be written"):
+    with pytest.raises(AssertionError, match=f"the last checkpoint could not be written: rank {world - 1}: "):
         run_ranks(world, run_with_a_limit, make(max_steps=3, resume_from_checkpoint="true"), 200_000)
     said = capfd.readouterr().err
-    for step in (2, 3):
-        assert f"warning: checkpoint-{step} could not be written (rank {world - 1}: " in said
+    assert f"warning: checkpoint-2 could not be written (rank {world - 1}: " in said
     assert f"{tmp_path}/checkpoint-1 counts" in said
     assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3]
-    assert [path for path in os.listdir(tmp_path) if "checkpoint" in path] == ["checkpoint-1"]
+    assert [os.path.basename(path) for path in grpo.checkpoints(str(tmp_path))] == ["checkpoint-1"]
     assert grpo.damage(f"{tmp_path}/checkpoint-1") is None
 
 
