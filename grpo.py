@@ -15,9 +15,17 @@ run's files, DeepSpeed's part, the flags.
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import ctypes
+import os
+import signal
+import sys
+
+if __name__ == "__main__" and "RANK" in os.environ and sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: a rank ends with its launcher; imports take seconds
+
+import argparse
+import concurrent.futures
+import contextlib
 import datetime
 import fcntl
 import functools
@@ -25,21 +33,22 @@ import importlib.util
 import json
 import logging
 import math
-import os
+import pathlib
 import random
 import shutil
-import signal
 import socket
-import sys
+import threading
 import time
 import traceback
 import warnings
+import zlib
 from dataclasses import asdict, dataclass, field
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import transformers
+from safetensors import SafetensorError
 from tqdm import tqdm
 from transformers import HfArgumentParser
 
@@ -104,6 +113,7 @@ def train(run, model, train_records, val_records):
     run.engine = start_engine(args, model, W, run.device)
     if args.beta > 0:
         run.reference = start_engine(args, load_policy(args, run.device)[0], W, run.device, trained=False)
+    run.identity = identity(run)
     if run.resumed:
         load_checkpoint(run, run.resumed)
     log = Log(run)
@@ -120,6 +130,7 @@ def train(run, model, train_records, val_records):
     loader = data.prompt_loader(
         run.dataset, train_records, run.encode, args.data_seed, run.step, run.total, B, run.rank, W, args.num_workers
     )
+    loader.worker_init_fn = follow_the_rank
     bar = tqdm(total=run.total, initial=run.step, disable=run.rank != 0, dynamic_ncols=True, unit="step")
     if run.device.type == "cuda":
         bar.set_postfix_str("compiling kernels in the first step")
@@ -171,10 +182,17 @@ def train(run, model, train_records, val_records):
         last = run.step == run.total
         if last or run.step % args.logging_steps == 0:
             log(metrics, batch_lines(run, batch) if args.log_completions else ())
-        if len(val_records) and (last or args.eval_steps and run.step % args.eval_steps == 0):
+        number, in_time = run.stop.agreed(run.device)
+        # If any rank was sent a signal, all of them know it, and whether a save would be over in time.
+
+        if len(val_records) and not number and (last or args.eval_steps and run.step % args.eval_steps == 0):
             evaluation()
-        if last or run.step % args.save_steps == 0:
-            save_checkpoint(run)
+        if last or run.step % args.save_steps == 0 or number and in_time:
+            failed = save_checkpoint(run)
+            if failed and last:
+                raise OSError(f"the last checkpoint could not be written: {failed[0]}")
+        if number and not last:
+            raise Stopped(128 + number, f"{signal.Signals(number).name} after step {run.step}; {what_counts(args)}")
         began = time.perf_counter()
     bar.close()
 
@@ -184,7 +202,7 @@ def train(run, model, train_records, val_records):
 
 @dataclass
 class Run:
-    """What the phases need. While training only step and num_tokens change."""
+    """What the phases need. While training step, num_tokens and bad change."""
 
     args: Arguments
     rank: int
@@ -205,6 +223,9 @@ class Run:
     num_tokens: int = 0
     sizes: dict | None = None  # weights by part, see modeling.weight_counts
     ceilings: dict | None = None  # what the GPU can do at most
+    stop: Stop = field(default_factory=lambda: Stop())
+    identity: dict = field(default_factory=dict)  # what a checkpoint of this run must be resumed with
+    bad: list = field(default_factory=list)  # records of the updates left out, since the last that was done
 
 
 def seed_everything(seed, step, rank):
@@ -326,12 +347,13 @@ def update_phase(run, batch, everyone):
 
     ref = without_gradient(run.reference) if args.beta > 0 else [None] * len(rows)
     old = without_gradient(engine) if args.num_iterations > 1 else [None] * len(rows)
-    sums = 0
+    sums, skipped = 0, 0
     for iteration in range(args.num_iterations):
         schedule = run.step * args.num_iterations + iteration, run.total * args.num_iterations
         rate = learning_rate_at(*schedule, args.learning_rate, args.lr_scheduler_type, args.warmup_ratio)
         for group in engine.optimizer.param_groups:
             group["lr"] = rate
+        losses, norm = [], torch.ones(())
         for k, (row, members) in enumerate(rows):
             last = k == len(rows) - 1
             engine.set_gradient_accumulation_boundary(last)
@@ -340,20 +362,44 @@ def update_phase(run, batch, everyone):
             # on-policy the ratio is exactly 1 and only its gradient matters
             before = logps.detach() if old[k] is None else old[k]
             loss, metrics = grpo_loss(logps, before, advantages[members], live, ref_logps=ref[k], **options)
-            engine.backward(loss * run.world)  # DeepSpeed averages over ranks, and the denominators are global
-            if last and engine.optimizer is engine.basic_optimizer:  # stage 0 in float32 keeps no norm: take it here
+            losses.append(loss.detach())
+            # DeepSpeed averages over ranks, and the denominators are global. 0 x NaN is NaN: a loss that is not finite
+            # makes the gradient's norm so on every rank, and then DeepSpeed leaves the update out, on every rank.
+            engine.backward(loss * (1 + 0 * losses[-1]) * run.world)
+            if last and engine.optimizer is engine.basic_optimizer:  # stage 0 in float32 does neither: do it here
                 norm = torch.nn.utils.get_total_norm([p.grad for p in engine.parameters() if p.grad is not None])
-            engine.step()
+            engine.step() if norm.isfinite() else engine.zero_grad()
             # sums over the row's tokens, so that the metrics are those of the whole step, not of its last row
             gap = (before - sampled[members, : logps.shape[1]]).abs()
             means = [value * live.sum() for value in metrics.values()]
-            sums = sums + torch.stack([loss.detach(), *means, (entropy * live).sum(), (gap * live).sum()])
+            sums = sums + torch.stack([losses[-1], *means, (entropy * live).sum(), (gap * live).sum()])
+        norm = float(norm if engine.optimizer is engine.basic_optimizer else engine.get_global_grad_norm())
+        if math.isfinite(norm):
+            run.bad.clear()
+        else:
+            skipped += 1
+            note_bad_records(run, batch, rows, losses)
     dist.all_reduce(sums)
     loss, *sums = (sums / args.num_iterations).tolist()  # waits for the GPU: the update is over
     names = [*metrics, "entropy", "sampler_gap"]
     learned = {name: value / max(num_tokens, 1) for name, value in zip(names, sums, strict=True)}
-    norm = norm if engine.optimizer is engine.basic_optimizer else engine.get_global_grad_norm()
-    return learned | {"loss": loss, "grad_norm": float(norm), "learning_rate": rate}
+    return learned | {"loss": loss, "grad_norm": norm, "learning_rate": rate, "skipped_steps": skipped}
+
+
+def note_bad_records(run, batch, rows, losses):
+    """An update was left out: say which records were in it, if a loss was not finite in its row, and end the run after
+    five in a row."""
+    mine, everyone = [], [None] * run.world
+    for (_, members), loss in zip(rows, losses, strict=True):
+        prompts = {i // run.args.num_generations for i in members.tolist() if i < len(batch["tokens"])}
+        mine += [(batch["prompts"][b].get("record"), bool(loss.isfinite())) for b in prompts]
+    dist.all_gather_object(everyone, mine)
+    seen = sum(everyone, [])
+    run.bad.append({record for record, finite in seen if not finite} or {record for record, _ in seen})
+    what = "loss or gradient norm is not finite"
+    tell(f"warning: step {run.step + 1}: {what}, its update is left out; records {sorted(run.bad[-1])}")
+    if len(run.bad) == 5:
+        raise FloatingPointError(f"5 updates in a row: {what}; look at records {sorted(set().union(*run.bad))}")
 
 
 def step_metrics(run, everyone, learned, times):
@@ -645,8 +691,16 @@ class Log:
         if not self.writes:
             return
         for path, entries in zip(self.paths, ([metrics], lines), strict=True):
-            with open(path, "a", encoding="utf-8") as file:
-                file.writelines(json.dumps(entry, ensure_ascii=False, default=str) + "\n" for entry in entries)
+            text = "".join(json.dumps(entry, ensure_ascii=False, default=str) + "\n" for entry in entries)
+            text = text.encode("utf-8", "replace")
+            try:
+                with open(path, "ab", buffering=0) as file:
+                    whole = file.tell()
+                    if file.write(text) < len(text):  # the disk became full on the way
+                        file.truncate(whole)
+                        raise OSError("no space left")
+            except OSError as error:
+                tell(f"warning: step {metrics['step']} is missing in {path} ({error}); training goes on")
         if self.wandb:
             self.wandb.log(metrics, step=metrics["step"])
 
@@ -667,45 +721,116 @@ def claim_folder(folder):
     for name in os.listdir(folder):
         if name.startswith("checkpoint-") and name.endswith(".tmp"):
             shutil.rmtree(os.path.join(folder, name))
+        elif name in ("exit_status", "exit_message"):
+            os.remove(os.path.join(folder, name))
 
 
-def save_weights(engine, processor, folder):
-    """Whole weights as transformers writes them, with config and processor. Every rank must call it."""
+def whole_weights(engine):
+    """Every rank must call it; rank 0 gets all weights under transformers' names."""
     if engine.zero_optimization_stage() == 3:
         state = engine._zero3_consolidated_16bit_state_dict()  # gathers on all ranks, returns on rank 0
     else:
         state = engine.module.state_dict()
-    if dist.get_rank() == 0:
-        state = {name.removeprefix("model."): t for name, t in state.items() if not name.startswith("head.")}
-        state = modeling.unpadded(engine.module.model, state)
-        empty = [name for name, tensor in state.items() if tensor.numel() == 0]
-        if empty:
-            raise RuntimeError(f"{folder}: {len(empty)} tensors are empty, {empty[0]} for one: not gathered")
-        engine.module.model.save_pretrained(folder, state_dict=state)
-        processor.save_pretrained(folder)
+    state = {name.removeprefix("model."): t for name, t in (state or {}).items() if not name.startswith("head.")}
+    state = modeling.unpadded(engine.module.model, state)
+    empty = [name for name, tensor in state.items() if tensor.numel() == 0]
+    if empty:
+        raise RuntimeError(f"{len(empty)} weights are empty, {empty[0]} for one: they were not gathered")
+    return state
 
 
 def save_checkpoint(run):
-    """Write checkpoint-<step> under a temporary name, then rename it: a folder of the final name is whole."""
-    args, final = run.args, os.path.join(run.args.output_dir, f"checkpoint-{run.step}")
-    folder = final + ".tmp"
+    """Write checkpoint-<step> whole or not at all, under a temporary name until it is on the disk -> what failed.
+
+    A rank that cannot write goes on with the others and tells them, or they would wait for it. What was saved before
+    is not touched until the new checkpoint is whole.
+    """
+    engine, failed, began = run.engine, [], time.monotonic()
+    folder = os.path.join(run.args.output_dir, f"checkpoint-{run.step}.tmp")
+
+    def attempt(function, *arguments, **named):
+        try:
+            function(*arguments, **named)
+        except (OSError, RuntimeError, SafetensorError) as error:  # RuntimeError: torch.save's, of a full disk too
+            failed.append(f"rank {run.rank}: {error}")
+
+    def agreed():
+        everyone = [None] * run.world
+        dist.all_gather_object(everyone, failed)
+        failed[:] = sum(everyone, [])
+        return not failed
+
     if run.rank == 0:
         shutil.rmtree(folder, ignore_errors=True)
-        os.makedirs(folder)
-    dist.barrier()
-    save_weights(run.engine, run.processor, folder)
-    if not args.save_only_model:
-        run.engine.save_checkpoint(os.path.join(folder, "zero"), tag="state", save_latest=False)
-    dist.barrier()
-    if run.rank == 0:
-        with open(os.path.join(folder, "state.json"), "w") as file:
-            state = {"step": run.step, "num_tokens": run.num_tokens, "world": run.world}
-            json.dump(state | {"stage": run.engine.zero_optimization_stage()}, file)
-        shutil.rmtree(final, ignore_errors=True)
-        os.replace(folder, final)
-        for old in checkpoints(args.output_dir)[: -args.save_total_limit] if args.save_total_limit else ():
-            shutil.rmtree(old)
-    dist.barrier()
+        attempt(os.makedirs, os.path.join(folder, "zero", "state"))
+    if agreed():
+        weights = whole_weights(engine)
+        if run.rank == 0:
+            attempt(engine.module.model.save_pretrained, folder, state_dict=weights)
+            attempt(run.processor.save_pretrained, folder)
+        if not run.args.save_only_model:
+            write = engine.checkpoint_engine.save
+            engine.checkpoint_engine.save = lambda state_dict, path: attempt(write, state_dict, path)
+            engine._copy_recovery_script = lambda folder: None  # it joins ZeRO's parts, and the weights are whole here
+            engine.save_checkpoint(os.path.join(folder, "zero"), tag="state", save_latest=False)
+            engine.checkpoint_engine.save = write
+    if agreed() and run.rank == 0:
+        attempt(finish_checkpoint, run, folder)
+    if not agreed() and run.rank == 0:
+        shutil.rmtree(folder, ignore_errors=True)  # gives a full disk its room back
+        tell(f"warning: checkpoint-{run.step} could not be written ({failed[0]}); {what_counts(run.args)}")
+    run.stop.save_seconds = time.monotonic() - began
+    return failed
+
+
+def finish_checkpoint(run, folder):
+    """state.json with every file's checksum, all of it to the disk, the final name; only then old ones are deleted."""
+    state = {"step": run.step, "num_tokens": run.num_tokens, "identity": run.identity, "args": asdict(run.args)}
+    state["files"] = checksums(folder)
+    with open(os.path.join(folder, "state.json"), "w") as file:
+        json.dump(state | {"crc": zlib.crc32(json.dumps(state).encode())}, file)
+    for path in [*pathlib.Path(folder).rglob("*"), folder]:
+        to_disk(path)
+    final, limit = folder.removesuffix(".tmp"), run.args.save_total_limit
+    shutil.rmtree(final, ignore_errors=True)
+    os.replace(folder, final)
+    to_disk(run.args.output_dir)
+    for old in checkpoints(run.args.output_dir)[:-limit] if limit else ():
+        os.replace(old, old + ".tmp")  # half deleted it would be no checkpoint
+        shutil.rmtree(old + ".tmp", ignore_errors=True)
+
+
+def to_disk(path):
+    """fsync a file, or a folder's list of names where its file system can: it survives a loss of power."""
+    handle = os.open(path, os.O_RDONLY)
+    with contextlib.suppress(OSError) if os.path.isdir(path) else contextlib.nullcontext():
+        os.fsync(handle)
+    os.close(handle)
+
+
+def checksums(folder):
+    """{path in the folder: CRC-32} of its files but state.json. zlib lets go of the GIL, so threads share the work."""
+
+    def crc(path):
+        with open(path, "rb") as file:
+            return functools.reduce(lambda crc, block: zlib.crc32(block, crc), iter(lambda: file.read(1 << 24), b""), 0)
+
+    paths = sorted(path for path in pathlib.Path(folder).rglob("*") if path.is_file() and path.name != "state.json")
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        return {str(path.relative_to(folder)): crc for path, crc in zip(paths, pool.map(crc, paths), strict=True)}
+
+
+def damage(folder):
+    """What is not as it was saved in a checkpoint, or None."""
+    try:
+        with open(os.path.join(folder, "state.json")) as file:
+            state = json.load(file)
+        wrong = [] if state.pop("crc") == zlib.crc32(json.dumps(state).encode()) else ["state.json"]
+        now = checksums(folder)
+        wrong += [name for name, crc in state["files"].items() if now.get(name) != crc]
+        return f"{wrong[0]} is missing or not as it was saved" if wrong else None
+    except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:  # JSON, but of something else
+        return f"state.json cannot be read: {error!r}"
 
 
 def checkpoints(folder):
@@ -714,8 +839,17 @@ def checkpoints(folder):
     return [os.path.join(folder, name) for name in sorted(names, key=lambda name: int(name[11:]))]
 
 
+def what_counts(args):
+    """For messages: what a later run goes on from."""
+    found = checkpoints(args.output_dir)
+    if not found:
+        return f"nothing is saved in {args.output_dir} yet"
+    return f"{found[-1]} counts, the same command with --resume_from_checkpoint true goes on from it"
+
+
 def checkpoint_to_resume(args):
-    """The folder to go on from, or None. Refuses to mix one run's checkpoints with another's."""
+    """The folder to go on from, or None. Refuses to mix one run's checkpoints with another's; of the run's own, takes
+    the newest that is as it was saved and sets damaged ones aside."""
     found, asked = checkpoints(args.output_dir), (args.resume_from_checkpoint or "false")
     newest, other = os.path.basename(found[-1]) if found else None, "or give another --run_name"
     if asked.lower() == "false":
@@ -723,35 +857,133 @@ def checkpoint_to_resume(args):
             raise ValueError(f"{args.output_dir} holds {newest}: go on with --resume_from_checkpoint true, {other}")
         return None
     if asked.lower() == "true":
-        if not found:
-            tell(f"no checkpoint in {args.output_dir} yet: starting at step 0")
-        return found[-1] if found else None
+        for i, folder in reversed(list(enumerate(found))):
+            if wrong := damage(folder):
+                tell(f"warning: {folder} is damaged: {wrong}")
+                continue
+            for later in found[i + 1 :]:  # set aside, or --save_total_limit would keep it for the newest
+                shutil.rmtree(later + ".damaged", ignore_errors=True)
+                os.replace(later, later + ".damaged")
+            return folder
+        if found:
+            raise ValueError(f"{args.output_dir}: every checkpoint is damaged, see above; give another --run_name")
+        tell(f"no checkpoint in {args.output_dir} yet: starting at step 0")
+        return None
     if not os.path.isfile(os.path.join(asked, "state.json")):
         raise ValueError(f"--resume_from_checkpoint {asked}: no state.json there; give a checkpoint's folder, or true")
     if found and not os.path.samefile(asked, found[-1]):
         raise ValueError(f"--resume_from_checkpoint {asked}: {args.output_dir} holds {newest}; move it away, {other}")
+    if wrong := damage(asked):
+        raise ValueError(f"--resume_from_checkpoint {asked} is damaged: {wrong}; give the one before it")
     return asked
+
+
+def identity(run):
+    """What must be the same when a run goes on: that on which the optimizer's states and the records' order depend.
+    The records are compared by content, which may have moved."""
+    some = [run.dataset[i] for i in np.linspace(0, len(run.dataset) - 1, 64).astype(int).tolist()]
+    same = {"number of ranks": run.world, "--zero_stage": run.engine.zero_optimization_stage()}
+    same |= {"prompts a rank": prompts_per_rank(run.args)}
+    same["records"] = f"{len(run.dataset)} (checksum {zlib.crc32(repr(some).encode()):x})"
+    names = ("torch_dtype", "freeze_vision_modules", "val_split_ratio", "data_seed")
+    return same | {f"--{name}": getattr(run.args, name) for name in names}
 
 
 def load_checkpoint(run, folder):
     """Restore weights, optimizer and counters: with `seed_everything` and the records' order, all that a run is."""
+    from deepspeed.runtime.fp16.loss_scaler import LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
     with open(os.path.join(folder, "state.json")) as file:
         state = json.load(file)
-    weights_alone = f"start from its weights with --model_name_or_path {folder} and another --run_name"
-    for name, now in (("world", run.world), ("stage", run.engine.zero_optimization_stage())):
-        if state[name] != now:
-            what = {"world": "number of ranks", "stage": "--zero_stage"}[name]
-            raise ValueError(
-                f"{folder} was saved with {what} {state[name]}, now it is {now}: its optimizer states do not fit; use "
-                f"{state[name]} again, or {weights_alone}"
-            )
-    if not os.path.isdir(os.path.join(folder, "zero")):
-        raise ValueError(f"{folder} was saved with --save_only_model: {weights_alone}")
-    path, _ = run.engine.load_checkpoint(os.path.join(folder, "zero"), tag="state")
+    out, was, now = run.args.output_dir, state["args"], json.loads(json.dumps(asdict(run.args)))
+    alone = f"go on from its weights alone: bash launch.sh --model_name_or_path {folder} --output_dir {out}_2 …"
+    for name, value in run.identity.items():
+        old = state["identity"][name]
+        if old != value:
+            raise ValueError(f"{folder} was saved with {name} {old}, now it is {value}: use {old} again, or {alone}")
+    if was["save_only_model"]:
+        raise ValueError(f"{folder} was saved with --save_only_model: {alone}")
+    for name in now:
+        if now[name] != was.get(name) and name != "resume_from_checkpoint":
+            tell(f"--{name} was {was.get(name)}, from here on it is {now[name]}")
+    # DeepSpeed 0.19.8 reads its files with weights_only=False, which would run code that somebody put there. These
+    # three classes are all that they hold beside tensors and plain values.
+    os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
+    with torch.serialization.safe_globals([LossScaler, ZeroStageEnum, fragment_address]):
+        path, _ = run.engine.load_checkpoint(os.path.join(folder, "zero"), tag="state")
     if path is None:
-        raise ValueError(f"{folder}/zero could not be read: {weights_alone}")
+        raise ValueError(f"{folder}/zero could not be read: {alone}")
     run.step, run.num_tokens = state["step"], state["num_tokens"]
     tell(f"resumed from {folder}")
+
+
+# --- Signals and lost ranks ----------------------------------------------------------------------------------------
+
+NEIGHBOURS = {}  # process id -> rank, of the other ranks on this node
+
+
+class Stopped(Exception):
+    """Ends `train` after a signal: (exit status, message)."""
+
+
+class Stop:
+    """SIGTERM (pre-emption) and SIGINT: training ends between two steps, after a save if torchrun leaves time for it.
+
+    A thread hears the signals (signal.set_wakeup_fd), because the main one may be waiting in NCCL for a rank that is
+    gone: torchrun ends what is left of a failed job with the same SIGTERM.
+    """
+
+    number, deadline, save_seconds = 0, math.inf, 0.0  # the signal; when torchrun kills; what the last save took
+
+    def listen(self, run):
+        pipe, end = os.pipe()
+        os.set_blocking(end, False)
+        signal.set_wakeup_fd(end)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: None)  # only a signal with a handler is written to `end`
+        threading.Thread(target=self.hear, args=(pipe, run), daemon=True).start()
+
+    def hear(self, pipe, run):
+        number = 0
+        while number not in (signal.SIGTERM, signal.SIGINT):  # SIGCHLD comes by as well
+            number = os.read(pipe, 1)[0]
+        patience = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 30)) - 3  # torchrun's, less a way out
+        self.number, self.deadline = number, time.monotonic() + patience
+        while not (lost := lost_rank()) and self.save_seconds < patience and time.monotonic() < self.deadline:
+            time.sleep(0.1)
+        why = lost or f"{signal.Signals(number).name}, no time to save"
+        leave_status(run.args.output_dir, 1 if lost else 128 + number, run.rank, f"{why}; {what_counts(run.args)}")
+        os._exit(1 if lost else 128 + number)
+
+    def agreed(self, device):
+        """(the number of a signal that some rank was sent, or 0; is there time for a save), the same on all ranks."""
+        table = torch.tensor([self.deadline - time.monotonic() - self.save_seconds, -self.number], device=device)
+        dist.all_reduce(table, dist.ReduceOp.MIN)
+        return -int(table[1]), bool(table[0] > 0)
+
+
+def lost_rank(patience=0.0):
+    """A message about a rank of this node that has ended before this one, or None after `patience` seconds."""
+    until = time.monotonic() + patience
+    while True:
+        for process, rank in NEIGHBOURS.items():
+            try:
+                os.kill(process, 0)  # sends nothing; fails once torchrun has collected a process that ended
+            except ProcessLookupError:
+                return f"rank {rank} ended first, by its own message above or killed (the kernel, for memory: dmesg)"
+        if time.monotonic() >= until:
+            return None
+        time.sleep(0.05)
+
+
+def follow_the_rank(_):
+    """A data worker begins: it ends with its rank, whose business signals are (torchrun sends them to both)."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 # --- DeepSpeed ---------------------------------------------------------------------------------------------------
@@ -785,7 +1017,7 @@ def deepspeed_config(args, world, hidden_size, device_type):
     if config.pop("scheduler", None):
         tell(f"{args.deepspeed}: its scheduler is left out, --lr_scheduler_type {args.lr_scheduler_type} holds")
     # immediate: stage 0 adds each gradient to its float32 sum at once, instead of keeping both (2 bytes a parameter)
-    own = {"enabled": args.torch_dtype == "bfloat16"}
+    own = {"enabled": args.torch_dtype == "bfloat16", "check_grad_overflow": True}
     config["bf16"] = {"immediate_grad_update": True} | config.get("bf16", {}) | own
     zero = config.setdefault("zero_optimization", {})
     zero["stage"] = zero.get("stage", 0) if args.zero_stage is None else args.zero_stage
@@ -840,7 +1072,12 @@ def start_processes(args):
         torch.cuda.set_device(device)
     patience = datetime.timedelta(seconds=args.stall_timeout)
     deepspeed.init_distributed("nccl" if gpu else "gloo", timeout=patience, verbose=False)
-    return dist.get_rank(), dist.get_world_size(), device
+    rank, world, mine = dist.get_rank(), dist.get_world_size(), (socket.gethostname(), os.getpid())
+    everyone = [None] * world
+    dist.all_gather_object(everyone, mine)
+    NEIGHBOURS.clear()
+    NEIGHBOURS.update({pid: other for other, (host, pid) in enumerate(everyone) if host == mine[0] and other != rank})
+    return rank, world, device
 
 
 def load_policy(args, device):
@@ -1049,8 +1286,6 @@ def prompts_per_rank(args):
 def main():
     """Parse, train, and leave the status where launch.sh finds it: 0, 2 for what the user can mend, 1 for the rest."""
     status, message, rank = 1, "", os.environ.get("RANK", "0")
-    if "RANK" in os.environ and sys.platform == "linux":  # a rank ends with its launcher, however that ends
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
     for said in ("`torch.distributed", "barrier"):  # of DeepSpeed's calls, which we cannot change
         warnings.filterwarnings("ignore", message=said)
     transformers.utils.logging.disable_progress_bar()
@@ -1065,18 +1300,24 @@ def main():
             if rank == "0":
                 print(json.dumps(metrics))
         else:
+            run.stop.listen(run)
             train(run, model, train_records, val_records)
         status = 0
+    except Stopped as stopped:
+        status, message = stopped.args
     except (ValueError, data.DataError) as error:  # RewardError is a ValueError
-        status, message = 2, f"grpo.py, rank {rank}: {error}"
+        status, message = 2, str(error)
     except KeyboardInterrupt:
-        status, message = 130, f"grpo.py, rank {rank}: interrupted; --resume_from_checkpoint true goes on from {folder}"
+        status, message = 130, f"interrupted; --resume_from_checkpoint true goes on from {folder}"
     except Exception as error:
-        traceback.print_exc()
-        message = f"grpo.py, rank {rank}: {type(error).__name__}: {error}"
-    if message:
-        print(message, file=sys.stderr)
-    leave_status(folder, status, rank, message)
+        # a rank that is gone makes the others fail in their next exchange: its message is the cause
+        message = lost_rank(patience=3) if isinstance(error, RuntimeError) and NEIGHBOURS else ""
+        if not message:
+            traceback.print_exc()
+            message = f"{type(error).__name__}: {error}"
+    leave_status(folder, status, int(rank), message)
+    if status and NEIGHBOURS:
+        os._exit(status)  # at once: a clean exit might wait for the others
     if dist.is_initialized():
         dist.destroy_process_group()
     sys.exit(status)
@@ -1092,7 +1333,7 @@ def parse_arguments(quiet):
         try:
             args, unknown = parser.parse_args_into_dataclasses(return_remaining_strings=True)
         except SystemExit as stop:  # 0 after --help, 2 for a value that does not parse
-            leave_status(output_folder(sys.argv[1:]), stop.code, "1" if quiet else "0", "")
+            leave_status(output_folder(sys.argv[1:]), stop.code, int(quiet), "")
             raise
     if unknown:
         raise ValueError(f"unknown: {' '.join(unknown)}; --help lists the flags, the README VLM-R1's that are missing")
@@ -1100,15 +1341,20 @@ def parse_arguments(quiet):
 
 
 def leave_status(folder, status, rank, message):
-    """exit_status, and the message for launch.sh to say last, below what torchrun prints of its own."""
-    if rank != "0" or (status == 0 and not os.path.isdir(folder)):
+    """Say why a rank ends and leave that for launch.sh, which says it again below torchrun's report, with the status.
+    Rank 0 speaks for all, but for what another rank may have met alone: a fault that the user can mend (2)."""
+    if rank and status != 2 or status == 0 and not os.path.isdir(folder):
         return
+    message = message and f"grpo.py, rank {rank}: {message}\n"
+    print(message and f"\n{message}", end="", file=sys.stderr, flush=True)  # not behind the progress bar
     try:
         os.makedirs(folder, exist_ok=True)
-        for name, text in (("exit_status", f"{status}"), ("exit_message", message)):
+        if status == 1 and NEIGHBOURS and os.path.exists(os.path.join(folder, "exit_status")):
+            return  # by a rank that failed first
+        for name, text in (("exit_status", f"{status}\n"), ("exit_message", message)):
             if text:
                 with open(os.path.join(folder, name), "w") as file:
-                    file.write(f"{text}\n")
+                    file.write(text)
     except OSError as error:
         print(f"grpo.py: exit_status {status} cannot be written to {folder}: {error}", file=sys.stderr)
 

@@ -8,7 +8,7 @@
 # Variables: PYTHON (python3) · NPROC (all visible GPUs; without a GPU 1, and NPROC=2 is two CPU processes) ·
 # NNODES NODE_RANK MASTER_ADDR MASTER_PORT, or SLURM's own under `srun --ntasks-per-node=1` ·
 # OMP_NUM_THREADS (on CPU: cores / processes) · DEMO_SEED (a seed for the embedded default).
-# The exit status is what rank 0 wrote to exit_status in the output directory (torchrun turns every failure
+# The exit status is what the ranks left in exit_status in the output directory (torchrun turns every failure
 # into 1), else 143 or 130 after SIGTERM or SIGINT, else torchrun's.
 set -euo pipefail
 here=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
@@ -116,14 +116,14 @@ else # every node has to come to the same address and port by itself
   [[ $address && $port ]] || die "NNODES=$nodes: set MASTER_ADDR (the host of node 0) and MASTER_PORT, the same on every node"
 fi
 
-# ---- Train. Rank 0, and with it exit_status, is on node 0.
+# ---- Train. Rank 0 and exit_status are on node 0.
 if [[ $node_rank == 0 ]]; then rm -f -- "$output/exit_status" "$output/exit_message"; fi
 status=0
 run "${settings[@]}" "$python" -m torch.distributed.run --nnodes "$nodes" --node_rank "$node_rank" \
   --nproc_per_node "$nproc" --master_addr "$address" --master_port "$port" "$here/grpo.py" "$@" || status=$?
-if [[ $node_rank == 0 && -z $signal && -s $output/exit_status ]]; then
+if [[ $node_rank == 0 && -s $output/exit_status ]]; then
   written=$(<"$output/exit_status")
-  if [[ $written =~ ^[0-9]+$ ]]; then status=$written; fi
+  if [[ -z $signal && $written =~ ^[0-9]+$ ]]; then status=$written; fi
   if [[ $status != 0 && -s $output/exit_message ]]; then cat -- "$output/exit_message" >&2; fi # torchrun buries it
 fi
 if [[ $status == 0 && $draw == yes && $node_rank == 0 ]]; then

@@ -142,6 +142,7 @@ def test_a_signal_in_a_step_of_two_processes_ends_them_all(tmp_path, checkpoints
     command = ["bash", ROOT / "launch.sh", "--run_name=first try", *training(tmp_path, checkpoints), "--reward_funcs"]
     command.append(f"{tmp_path}/slow.py:slow")
     variables = {"NPROC": "2", "MASTER_PORT": "23457", "MASTER_ADDR": "localhost", "OMP_NUM_THREADS": "1"}
+    variables["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = "4"  # instead of 30: as long as the ranks wait for the step's end
     log = tmp_path / "log"
     with open(log, "wb") as file:
         started = subprocess.Popen(command, cwd=tmp_path, env=environment(**variables), stdout=file, stderr=file)
@@ -150,7 +151,8 @@ def test_a_signal_in_a_step_of_two_processes_ends_them_all(tmp_path, checkpoints
     started.send_signal(number)
     assert started.wait(timeout=50) == status, log.read_text()
     assert processes_with(command[-1]) == []
-    assert not stale.exists() or stale.read_text() == f"{status}\n"  # the earlier run's 0 is gone
+    assert stale.read_text() == f"{status}\n"  # the earlier run's 0 is gone
+    assert "no time to save; nothing is saved in runs/first try yet" in log.read_text().splitlines()[-1]
     command = printed_command(log.read_text())
     assert option(command, "--nproc_per_node") == "2" and "OMP_NUM_THREADS=1" in command
     assert option(command, "--master_port") == "23457" and option(command, "--master_addr") == "localhost"

@@ -1,0 +1,548 @@
+"""What a run of days meets, made for real: killed and frozen processes, signals, flipped bytes, full disks, NaN.
+
+The tiny model on CPU. Runs that need no launcher are forked (see ranks.py); those marked slow add up to some minutes.
+"""
+# ruff: noqa: F401, F811 (fixtures of test_run.py)
+
+import contextlib
+import functools
+import json
+import math
+import multiprocessing
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import zlib
+from pathlib import Path
+
+import huggingface_hub
+import numpy as np
+import pytest
+import torch
+from test_launch import ROOT, environment, processes_with, until
+from test_run import flags, lines, pictures, reward_file, run_once
+from test_update import G, arguments, fixed_step
+
+import grpo
+import model as M
+from ranks import run_ranks
+
+slow = pytest.mark.slow
+
+# -------------------------------------------------------------------------------------- numbers that are not finite
+
+
+def train_fixed(folder, out, world, spoilt, steps, **flags):
+    """Updates on test_update's fixed steps; in those of `spoilt` one advantage, of the last rank alone, is NaN.
+    Returns the weights and each step's metrics."""
+    args = arguments(folder, out, per_device_train_batch_size=16 // world, **flags)
+    rank, world, device = grpo.start_processes(args)
+    model, processor = grpo.load_policy(args, device)
+    run = grpo.Run(args, rank, world, device, processor, eos=[0], pad=0, total=9)
+    run.engine = grpo.start_engine(args, model, world, device)
+    metrics = []
+    for run.step in steps:
+        prompts, tokens, mask, scores = fixed_step(model, processor, run.step)
+        for i, prompt in enumerate(prompts):
+            prompt["record"] = 100 + i
+        B = len(prompts) // world
+        mine = slice(rank * B * G, (rank + 1) * B * G)
+        batch = {"prompts": prompts[rank * B : (rank + 1) * B], "tokens": tokens[mine], "mask": mask[mine]}
+        batch |= {"lengths": mask[mine].sum(1).tolist(), "truncated": [False] * (B * G), "texts": [""] * (B * G)}
+        batch |= {"rewards": scores[mine].tolist(), "scores": {"r": scores[mine].tolist()}}
+        batch["sampler_logps"] = torch.zeros(B * G, 10)
+        everyone = grpo.compare_phase(run, batch)
+        if run.step in spoilt and rank == world - 1:
+            batch["advantages"][-1] = math.nan
+        metrics.append(grpo.update_phase(run, batch, everyone))
+    with M.gathered(run.engine) as whole:
+        return {
+            name: parameter.detach().float().numpy().copy() for name, parameter in whole.named_parameters()
+        }, metrics
+
+
+STAGES = [(2, 0, False), (1, 3, False), (2, 2, True)]  # (ranks, ZeRO stage, bf16)
+STAGES += [pytest.param(2, s, bf16, marks=slow) for s, bf16 in ((1, 0), (2, 0), (3, 0), (0, 1), (1, 1), (3, 1))]
+
+
+@pytest.mark.parametrize("world, stage, bf16", STAGES)
+def test_an_update_that_is_not_finite_is_left_out_on_every_rank(checkpoints, tmp_path, world, stage, bf16):
+    """NaN on the last rank alone: all end with the weights of a run in which that update never was."""
+    flags = {"zero_stage": stage, "bf16": bool(bf16), "max_tokens_per_forward": 70}
+    run = functools.partial(train_fixed, checkpoints["qwen2_5_vl"], tmp_path, world, **flags)
+    without = run_ranks(world, functools.partial(run, (), (0, 2)))
+    for (weights, metrics), (expected, _) in zip(
+        run_ranks(world, functools.partial(run, (1,), (0, 1, 2))), without, strict=True
+    ):
+        assert [line["skipped_steps"] for line in metrics] == [0, 1, 0]
+        assert not math.isfinite(metrics[1]["loss"]) and not math.isfinite(metrics[1]["grad_norm"])
+        for name, values in expected.items():
+            assert np.isfinite(values).all()
+            np.testing.assert_array_equal(weights[name], values, err_msg=name)
+
+
+@pytest.mark.parametrize("stage", [0, pytest.param(3, marks=slow)])
+def test_five_in_a_row_end_the_run_and_name_the_records(checkpoints, tmp_path, stage):
+    run = functools.partial(train_fixed, checkpoints["qwen2_5_vl"], tmp_path, 2, zero_stage=stage)
+    _, metrics = run_ranks(2, functools.partial(run, (0, 1, 2, 3, 5), range(6)))[1]
+    assert [line["skipped_steps"] for line in metrics] == [1, 1, 1, 1, 0, 1]
+    with pytest.raises(AssertionError, match=r"FloatingPointError: 5 updates in a row.*look at records \[102, 103\]"):
+        run_ranks(2, functools.partial(run, (1, 2, 3, 4, 5), range(6)))
+
+
+def test_a_step_of_one_group_all_cut(checkpoints, pictures, tmp_path, reward_file):
+    """One prompt, every completion cut at its third token, and those left out of the loss: a loss and norm of 0."""
+    make = functools.partial(flags, checkpoints["qwen2_5_vl"], pictures, max_steps=2, reward_funcs=[reward_file])
+    make = functools.partial(make, max_completion_length=3, per_device_train_batch_size=4, num_generations=4)
+    make = functools.partial(make, gradient_accumulation_steps="1", zero_stage=1)
+    run_ranks(1, run_once, make(tmp_path / "cut", mask_truncated_completions=True))
+    for line in lines(tmp_path / "cut"):
+        assert line["completions/clipped_ratio"] == 1 and (line["loss"], line["grad_norm"]) == (0, 0)
+        assert line["skipped_steps"] == 0 and line["entropy"] == 0
+    run_ranks(1, run_once, make(tmp_path / "kept"))
+    assert all(math.isfinite(line["loss"]) and math.isfinite(line["grad_norm"]) for line in lines(tmp_path / "kept"))
+
+
+# ------------------------------------------------------------------------------------- whole runs, by launch.sh
+
+REWARD = """import os, signal, time
+from pathlib import Path
+
+calls = 0
+
+
+def reward(prompts, completions, **columns):
+    global calls
+    calls += 1
+    step, rank, here = calls, os.environ["RANK"], Path(__file__).parent
+    {fault}
+    return [c.count("e") / max(1, len(c)) for c in completions]
+"""
+
+
+def command(checkpoints, pictures, folder, fault="pass", **more):
+    """launch.sh's words for a run of six steps with checkpoints at 3 and 6, whose reward function has a fault."""
+    (folder / "reward.py").write_text(REWARD.format(fault=fault))
+    given = {"model_name_or_path": checkpoints["qwen2_5_vl"], "data_file_paths": pictures / "a.jsonl", "save_steps": 3}
+    given |= {"image_folders": pictures, "bf16": "false", "num_generations": 4, "max_completion_length": 8}
+    given |= {"learning_rate": 1e-3, "lr_scheduler_type": "constant", "max_steps": 6, "stall_timeout": 60}
+    given |= {"question_template": "{Question}", "reward_funcs": f"{folder}/reward.py:reward", "num_workers": 1}
+    given |= {"output_dir": folder / "run", "resume_from_checkpoint": "true"}
+    return [str(word) for name, value in (given | more).items() for word in (f"--{name}", value)]
+
+
+def launched(words, folder, **variables):
+    log = open(folder / "log", "wb")  # noqa: SIM115
+    variables = {"NPROC": "2", "OMP_NUM_THREADS": "1"} | variables
+    arguments = ["bash", ROOT / "launch.sh", *words]
+    return subprocess.Popen(arguments, cwd=folder, env=environment(**variables), stdout=log, stderr=log)
+
+
+def undisturbed(words, out, world=2):
+    (args,) = grpo.HfArgumentParser(grpo.Arguments).parse_args_into_dataclasses(words)
+    args.output_dir = str(out)
+    run_ranks(world, run_once, args)
+    return losses(out)
+
+
+def losses(folder):
+    return [[line.get(key) for key in ("step", "loss", "grad_norm", "reward", "num_tokens")] for line in lines(folder)]
+
+
+def remains(folder):
+    """Processes of a run (a rank's data workers among them) and what lies in shared memory."""
+    found = processes_with(f"{folder}/reward.py:reward")
+    return found, set(os.listdir("/dev/shm"))
+
+
+def ended(job, folder, shared, seconds):
+    """Wait for the end of a job: (status, what was on the console). Nothing of it may be left."""
+    status = job.wait(seconds)
+    until(lambda: not remains(folder)[0], seconds=3)
+    assert remains(folder)[1] <= shared
+    return status, (folder / "log").read_text()
+
+
+SLEEP = "(here / f'reached{step}').touch(); time.sleep(0.4)"
+
+
+@slow
+def test_a_signal_saves_and_the_same_command_goes_on(checkpoints, pictures, tmp_path):
+    """SIGTERM to launch.sh in the second step of six. What is left is what an undisturbed run leaves."""
+    words, shared = command(checkpoints, pictures, tmp_path, SLEEP), remains(tmp_path)[1]
+    job = launched(words, tmp_path)
+    until(lambda: (tmp_path / "reached2").exists() or job.poll() is not None, seconds=100)
+    job.terminate()
+    began = time.monotonic()
+    status, said = ended(job, tmp_path, shared, 40)
+    print(f"from SIGTERM to the end of launch.sh: {time.monotonic() - began:.1f} s")
+    assert status == 143, said
+    step = len(lines(tmp_path / "run"))
+    assert 2 <= step < 6 and f"SIGTERM after step {step}; {tmp_path}/run/checkpoint-{step} counts" in said
+    assert "checkpoint-" in said.splitlines()[-1]  # below torchrun's own report
+    job = launched(words, tmp_path)
+    status, said = ended(job, tmp_path, shared, 100)
+    assert status == 0 and f"resumed from {tmp_path}/run/checkpoint-{step}" in said, said
+    assert losses(tmp_path / "run") == undisturbed(words, tmp_path / "whole")
+
+
+def signalled(args, number):
+    """On each rank: what `train` said of a signal that this process, if it is the last rank, sends itself."""
+    run, *rest = grpo.start(args)
+    run.stop.listen(run)
+    with pytest.raises(grpo.Stopped) as stopped:
+        grpo.train(run, *rest)
+    return run.step, *stopped.value.args
+
+
+def test_ranks_stop_after_the_same_step_when_one_was_told(checkpoints, pictures, tmp_path):
+    fault = "step == 2 and rank == '1' and os.kill(os.getpid(), signal.SIGINT)"
+    words = command(checkpoints, pictures, tmp_path, fault)
+    (args,) = grpo.HfArgumentParser(grpo.Arguments).parse_args_into_dataclasses(words)
+    for step, status, message in run_ranks(2, signalled, args, signal.SIGINT):
+        assert (step, status) == (2, 130) and "checkpoint-2 counts" in message
+    assert grpo.damage(str(tmp_path / "run" / "checkpoint-2")) is None
+
+
+@slow
+def test_a_signal_that_leaves_no_time_for_a_save_says_what_counts(checkpoints, pictures, tmp_path):
+    """The fourth step takes longer than torchrun waits, which is set to 5 s here instead of 30."""
+    fault = "step == 4 and ((here / 'reached').touch(), time.sleep(60))"
+    words, shared = command(checkpoints, pictures, tmp_path, fault), remains(tmp_path)[1]
+    job = launched(words, tmp_path, TORCH_ELASTIC_SHUTDOWN_TIMEOUT="5")
+    until(lambda: (tmp_path / "reached").exists() or job.poll() is not None, seconds=100)
+    job.send_signal(signal.SIGINT)
+    began = time.monotonic()
+    status, said = ended(job, tmp_path, shared, 20)
+    print(f"from SIGINT to the end of launch.sh: {time.monotonic() - began:.1f} s")
+    assert status == 130 and f"no time to save; {tmp_path}/run/checkpoint-3 counts" in said.splitlines()[-1], said
+
+
+# ------------------------------------------------------------------------------------------------------------- ranks
+
+
+@pytest.mark.parametrize(
+    "fault, status, cause",
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", 1, "rank 1 ended first"),
+        pytest.param("1 / 0", 2, "rank 1: reward function reward raised ZeroDivisionError", marks=slow),
+    ],
+    ids=["killed", "raising"],
+)
+def test_a_rank_that_is_lost_ends_the_job(checkpoints, pictures, tmp_path, fault, status, cause):
+    fault = f"rank == '1' and step == 4 and ((here / 'reached').touch(), {fault})"
+    words, shared = command(checkpoints, pictures, tmp_path, fault), remains(tmp_path)[1]
+    job = launched(words, tmp_path)
+    until(lambda: (tmp_path / "reached").exists() or job.poll() is not None, seconds=100)
+    began = time.monotonic()
+    got, said = ended(job, tmp_path, shared, 10)
+    print(f"from the fault to the end of launch.sh: {time.monotonic() - began:.1f} s")
+    assert got == status and cause in said.splitlines()[-1], said
+    assert "Traceback" not in said.split("torch/distributed/elastic")[0] and "Connection closed" not in said, said
+
+
+# ------------------------------------------------------------------------------------------------------- checkpoints
+
+
+def flip(path):
+    """Change one bit in the middle of a file, as a bad disk does."""
+    with open(path, "r+b") as file:
+        file.seek(os.path.getsize(path) // 2)
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(checkpoints, pictures, tmp_path, reward_file, capfd):
+    make = functools.partial(flags, checkpoints["qwen2_5_vl"], pictures, reward_funcs=[reward_file], zero_stage=1)
+    make = functools.partial(make, save_only_model=False, save_steps=1, learning_rate=1e-3)
+    run_ranks(1, run_once, make(tmp_path / "whole", max_steps=4))
+    out = tmp_path / "run"
+    run_ranks(1, run_once, make(out, max_steps=3))
+    two, three = out / "checkpoint-2", out / "checkpoint-3"
+    files = [path for path in three.rglob("*") if path.is_file()]
+    assert {"model.safetensors", "mp_rank_00_model_states.pt"} < {path.name for path in files}
+    for path in files:  # a flipped bit in any file is found, a missing one and a cut one too
+        flip(path)
+        assert path.name in grpo.damage(str(three))
+        flip(path)
+    assert grpo.damage(str(three)) is None
+    os.truncate(three / "model.safetensors", 1000)
+    (two / "zero" / "state" / "zero_pp_rank_0_mp_rank_00_optim_states.pt").unlink()
+    with pytest.raises(AssertionError, match="checkpoint-3 is damaged: model.safetensors is .*; give the one before"):
+        run_ranks(1, run_once, make(out, max_steps=4, resume_from_checkpoint=str(three)))
+    capfd.readouterr()
+    run_ranks(1, run_once, make(out, max_steps=4, resume_from_checkpoint="true", save_total_limit=2))
+    said = capfd.readouterr().err
+    assert "checkpoint-3 is damaged: model.safetensors" in said and f"resumed from {out}/checkpoint-1" in said
+    assert "checkpoint-2 is damaged: zero/state/zero_pp_rank_0_mp_rank_00_optim_states.pt" in said
+    assert "--max_steps was 3, from here on it is 4" in said
+    assert losses(out) == losses(tmp_path / "whole")
+    assert [os.path.basename(path) for path in grpo.checkpoints(str(out))] == ["checkpoint-3", "checkpoint-4"]
+    for path in grpo.checkpoints(str(out)):
+        flip(Path(path) / "state.json")
+    with pytest.raises(AssertionError, match="every checkpoint is damaged"):
+        run_ranks(1, run_once, make(out, max_steps=5, resume_from_checkpoint="true"))
+
+
+def refused(data, again):
+    alone = r"or go on from its weights alone: bash launch.sh --model_name_or_path .*/run/checkpoint-1"
+    for more, message in (
+        ({"per_device_train_batch_size": 16}, "prompts a rank 2, now it is 4"),
+        ({"seed": 7}, "--data_seed 42, now it is 7"),
+        ({"val_split_ratio": 0.3}, "--val_split_ratio 0.0, now it is 0.3"),
+        ({"freeze_vision_modules": True}, "--freeze_vision_modules False, now it is True"),
+        ({}, "records 12 .*, now it is 12 "),
+    ):
+        if not more:
+            (data / "a.jsonl").write_text((data / "a.jsonl").read_text().replace("box 7", "box 8"))
+        with pytest.raises(ValueError, match=f"{message}.*{alone}"):
+            run_once(again(**more))
+
+
+def test_what_would_be_a_wrong_resume_is_refused(checkpoints, pictures, tmp_path, reward_file):
+    """Other records under the same name, another order of them, other optimizer states; but moved data are the same."""
+    data = tmp_path / "data"
+    shutil.copytree(pictures, data)
+    make = functools.partial(flags, checkpoints["qwen2_5_vl"], data, tmp_path / "run", reward_funcs=[reward_file])
+    run_ranks(1, run_once, make(max_steps=1, save_only_model=False, zero_stage=1))
+    again = functools.partial(make, max_steps=2, resume_from_checkpoint="true", save_only_model=False)
+    run_ranks(1, refused, data, functools.partial(again, zero_stage=1))
+    shutil.rmtree(data)
+    shutil.copytree(pictures, tmp_path / "moved")
+    moved = {"data_file_paths": str(tmp_path / "moved" / "a.jsonl"), "image_folders": str(tmp_path / "moved")}
+    run_ranks(
+        1,
+        run_once,
+        again(
+            zero_stage=1,
+            learning_rate=1e-4,
+            num_generations=2,
+            per_device_train_batch_size=4,
+            gradient_accumulation_steps="1",
+            **moved,
+        ),
+    )
+    assert [line["step"] for line in lines(tmp_path / "run")] == [1, 2]
+
+
+def test_a_checkpoint_cannot_run_code(checkpoints, pictures, tmp_path, reward_file):
+    """An optimizer file is a pickle; one that calls a function when it is read is refused, checksums made to fit."""
+    make = functools.partial(flags, checkpoints["qwen2_5_vl"], pictures, tmp_path, reward_funcs=[reward_file])
+    run_ranks(1, run_once, make(max_steps=1, save_only_model=False))
+    folder = tmp_path / "checkpoint-1"
+    torch.save(Evil(str(tmp_path / "evil")), next(folder.rglob("*optim_states.pt")))
+    state = json.loads((folder / "state.json").read_text())
+    state = {name: value for name, value in state.items() if name != "crc"} | {"files": grpo.checksums(str(folder))}
+    (folder / "state.json").write_text(json.dumps(state | {"crc": zlib.crc32(json.dumps(state).encode())}))
+    with pytest.raises(AssertionError, match="Weights only load failed"):
+        run_ranks(1, run_once, make(max_steps=2, resume_from_checkpoint="true"))
+    assert not (tmp_path / "evil").exists()
+
+
+class Evil:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+# -------------------------------------------------------------------------------------------------------------- disk
+
+
+def run_with_a_limit(args, bytes_a_file):
+    """The last rank may not write files larger than that, which is what a full disk or a quota does to it."""
+    run, *rest = grpo.start(args)
+    if run.rank == run.world - 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (bytes_a_file, bytes_a_file))
+    grpo.train(run, *rest)
+
+
+@pytest.mark.parametrize("world, stage", [(2, 1), pytest.param(1, 3, marks=slow), pytest.param(2, 3, marks=slow)])
+def test_a_checkpoint_that_one_rank_cannot_write(checkpoints, pictures, tmp_path, reward_file, capfd, world, stage):
+    """All ranks go on, what was saved before is kept whole although one checkpoint is the limit; at the end it is an
+    error, for then the weights would be lost."""
+    make = functools.partial(flags, checkpoints["qwen2_5_vl"], pictures, tmp_path, reward_funcs=[reward_file])
+    make = functools.partial(make, save_only_model=False, save_steps=1, save_total_limit=1, zero_stage=stage)
+    run_ranks(world, run_once, make(max_steps=1))
+    capfd.readouterr()
+    with pytest.raises(AssertionError, match=f"the last checkpoint could not be written: rank {world - 1}: "):
+        run_ranks(world, run_with_a_limit, make(max_steps=3, resume_from_checkpoint="true"), 200_000)
+    said = capfd.readouterr().err
+    assert f"warning: checkpoint-2 could not be written (rank {world - 1}: " in said
+    assert f"{tmp_path}/checkpoint-1 counts" in said
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3]
+    assert [os.path.basename(path) for path in grpo.checkpoints(str(tmp_path))] == ["checkpoint-1"]
+    assert grpo.damage(f"{tmp_path}/checkpoint-1") is None
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A real file system of 12 MB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", folder], capture_output=True).returncode:
+        pytest.skip("mounting a file system needs root")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+FILL = """
+if step == 2 and rank == "0":
+    with open({ballast!r}, "wb", buffering=0) as file:
+        try:
+            while file.write(bytes(1000)):
+                pass
+        except OSError:
+            pass
+if step == 4 and rank == "0":
+    os.remove({ballast!r})
+"""
+
+
+def test_a_full_disk_costs_what_it_could_not_hold_and_no_more(checkpoints, pictures, tmp_path, small_disk, capfd):
+    """Full from step 2 to step 4: steps are missing in the logs, whole lines all of them, and training goes on."""
+    fault = FILL.format(ballast=str(small_disk / "ballast")).strip().replace("\n", "\n    ")
+    words = command(checkpoints, pictures, tmp_path, fault, output_dir=small_disk / "run", save_steps=1, zero_stage=1)
+    (args,) = grpo.HfArgumentParser(grpo.Arguments).parse_args_into_dataclasses(words)
+    args.save_total_limit = 1
+    run_ranks(1, run_once, args)
+    said = capfd.readouterr().err
+    assert all(f"warning: checkpoint-{step} could not be written" in said for step in (2, 3))
+    gaps = 0
+    for name in ("metrics.jsonl", "completions.jsonl"):
+        missing = {int(step) for step in re.findall(rf"step (\d) is missing in {small_disk}/run/{name}", said)}
+        assert {line["step"] for line in lines(small_disk / "run", name)} == {1, 2, 3, 4, 5, 6} - missing
+        gaps += len(missing)
+    assert gaps
+    assert [os.path.basename(path) for path in grpo.checkpoints(str(small_disk / "run"))] == ["checkpoint-6"]
+    assert grpo.damage(f"{small_disk}/run/checkpoint-6") is None
+
+
+@slow
+def test_a_frozen_rank_ends_the_job(checkpoints, pictures, tmp_path):
+    """SIGSTOP, the worst case: the others wait --stall_timeout, then torchrun 30 s before it kills."""
+    fault = "rank == '1' and step == 4 and ((here / 'reached').touch(), os.kill(os.getpid(), signal.SIGSTOP))"
+    words = command(checkpoints, pictures, tmp_path, fault, stall_timeout=10)
+    shared = remains(tmp_path)[1]
+    job = launched(words, tmp_path)
+    until(lambda: (tmp_path / "reached").exists() or job.poll() is not None, seconds=100)
+    began = time.monotonic()
+    status, said = ended(job, tmp_path, shared, 10 + 60)
+    print(f"from SIGSTOP to the end of launch.sh, --stall_timeout 10: {time.monotonic() - began:.1f} s")
+    assert status == 1 and "Timed out" in said.splitlines()[-1], said
+
+
+@slow
+@pytest.mark.parametrize("who", ["all processes, as SLURM does", "torchrun alone, killed"])
+def test_signals_from_elsewhere(checkpoints, pictures, tmp_path, who):
+    """Each process is sent SIGTERM by SLURM, data workers too: saved all the same. Ranks never outlive torchrun."""
+    words, shared = command(checkpoints, pictures, tmp_path, SLEEP), remains(tmp_path)[1]
+    job = launched(words, tmp_path)
+    until(lambda: (tmp_path / "reached2").exists() or job.poll() is not None, seconds=100)
+    for number, line in found_processes(tmp_path):
+        if "torch.distributed.run" in line if "torchrun" in who else True:
+            os.kill(number, signal.SIGKILL if "torchrun" in who else signal.SIGTERM)
+    began = time.monotonic()
+    status = job.wait(40)
+    until(lambda: not remains(tmp_path)[0], seconds=10)
+    print(f"{who}: {time.monotonic() - began:.1f} s to the last process's end")
+    said = (tmp_path / "log").read_text()
+    assert status == (137 if "torchrun" in who else 143) and re.search(
+        r"SIGTERM after step (\d); \S*checkpoint-\1 counts", said
+    ), said
+    assert remains(tmp_path)[1] <= shared
+
+
+@slow
+def test_interrupted_at_any_moment_of_its_start(checkpoints, pictures, tmp_path):
+    """Ctrl-C while launch.sh, torchrun and the ranks begin: 130, and nothing of them is left."""
+    moments = np.random.default_rng(0).uniform(0.5, 12, 12)
+    for moment in sorted(moments):
+        words, shared = command(checkpoints, pictures, tmp_path, SLEEP, max_steps=40), remains(tmp_path)[1]
+        job = launched(words, tmp_path)
+        time.sleep(moment)
+        job.send_signal(signal.SIGINT)
+        status, said = ended(job, tmp_path, shared, 45)
+        assert status == 130, (moment, said)
+
+
+# ---------------------------------------------------------------------------------------------- kill -9 at any moment
+
+
+@slow
+def test_killed_at_forty_moments_a_run_ends_as_if_undisturbed(checkpoints, pictures, tmp_path):
+    """kill -9 of all processes at random moments of a run that saves every step, then the same command, 40 times. No
+    half checkpoint is ever taken for one, and the losses are those of a quiet run."""
+    words = command(checkpoints, pictures, tmp_path, save_steps=1, max_steps=140, save_total_limit=2, num_workers=0)
+    (args,) = grpo.HfArgumentParser(grpo.Arguments).parse_args_into_dataclasses(words)
+    generator, out, halves, resumed = np.random.default_rng(0), tmp_path / "run", 0, set()
+
+    def grown(child, step):
+        return newest_step(out) > step or not child.is_alive()
+
+    for _ in range(40):
+        child = multiprocessing.get_context("fork").Process(target=in_a_group, args=(args,))
+        child.start()
+        until(functools.partial(grown, child, newest_step(out)), seconds=100)
+        time.sleep(generator.uniform(0, 1))
+        os.killpg(child.pid, signal.SIGKILL)
+        child.join()
+        halves += any(name.endswith(".tmp") for name in os.listdir(out))
+        resumed.add(newest_step(out))
+        for path in grpo.checkpoints(str(out)):
+            assert grpo.damage(path) is None
+    print(f"40 kills, {halves} of them in a save, resumed from {len(resumed)} checkpoints, the last {max(resumed)}")
+    assert halves >= 5 and len(resumed) >= 30
+    run_ranks(2, run_once, args)
+    assert losses(out) == undisturbed(words, tmp_path / "whole")
+
+
+def newest_step(folder):
+    found = grpo.checkpoints(str(folder)) if folder.exists() else []
+    return int(found[-1].rsplit("-", 1)[1]) if found else 0
+
+
+def in_a_group(args):
+    os.setpgid(0, 0)
+    run_ranks(2, run_once, args)
+    os._exit(0)
+
+
+def found_processes(folder):
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            line = path.read_bytes().decode(errors="replace")
+            if f"{folder}/reward.py:reward" in line:
+                yield int(path.parent.name), line
+
+
+# -------------------------------------------------------------------------------------------------- safe by default
+
+
+def load_alone(folder):
+    """Load a folder, with Hugging Face's hub allowed and every use of the network an error."""
+
+    def forbid(event, arguments):
+        if event in ("socket.connect", "socket.getaddrinfo", "socket.gethostbyname"):
+            raise RuntimeError(f"{event} {arguments}")
+
+    huggingface_hub.constants.HF_HUB_OFFLINE = False
+    sys.addaudithook(forbid)
+    M.load_policy(folder, torch_dtype="float32")
+
+
+def test_a_folder_is_loaded_without_network_and_without_its_code(checkpoints, tmp_path):
+    folder = shutil.copytree(checkpoints["qwen2_5_vl"], tmp_path / "model")
+    (folder / "evil.py").write_text(f"import os\nos.mkdir({str(tmp_path / 'evil')!r})\nclass Evil: pass\n")
+    for name, key in (("config", "AutoConfig"), ("tokenizer_config", "AutoTokenizer"), ("config", "AutoModel")):
+        path = folder / f"{name}.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"auto_map": {key: "evil.Evil"}}))
+    run_ranks(1, load_alone, str(folder))
+    assert not (tmp_path / "evil").exists()
