@@ -134,7 +134,7 @@ def train(run, model, train_records, val_records):
     bar = tqdm(total=run.total, initial=run.step, disable=run.rank != 0, dynamic_ncols=True, unit="step")
     if run.device.type == "cuda":
         bar.set_postfix_str("compiling kernels in the first step")
-    times, began, first, waits, told = {}, time.perf_counter(), run.step + 1, [], False
+    times, began = {}, time.perf_counter()
 
     def lap(name):
         """Give the time since the last lap to a phase. On a GPU its work is waited for, so the seconds are its own."""
@@ -167,18 +167,7 @@ def train(run, model, train_records, val_records):
         run.step += 1
         run.num_tokens += sum(G * sum(rank["prompts"]) + sum(rank["lengths"]) for rank in everyone)
         metrics = step_metrics(run, everyone, learned, times) | {"epoch": run.step / per_epoch}
-        waits.append(times["wait_data"] / metrics["step_time"])
-        if len(waits) > 10 and not told and (share := np.mean(waits[-10:])) > 0.1:  # the first step always waits
-            tell(
-                f"data: {share:.0%} of the last 10 steps was waiting for it (time/wait_data); raise --num_workers, now "
-                f"{loader.num_workers} a rank, lower --max_pixels, or move {run.packed} to a local disk"
-            )
-            told = True
-        shown = {"reward": metrics["reward"], "IoU": metrics.get("rewards/accuracy/mean")}
-        bar.set_postfix({name: f"{value:.3f}" for name, value in shown.items() if value is not None}, refresh=False)
-        bar.update()
-        if run.step == first and run.device.type == "cuda":
-            tell(f"the first step took {metrics['step_time']:.0f} s, with compiling and capturing the GPU's kernels")
+        show_progress(run, bar, metrics, loader.num_workers)
         last = run.step == run.total
         if last or run.step % args.logging_steps == 0:
             log(metrics, batch_lines(run, batch) if args.log_completions else ())
@@ -195,6 +184,25 @@ def train(run, model, train_records, val_records):
             raise Stopped(128 + number, f"{signal.Signals(number).name} after step {run.step}; {what_counts(args)}")
         began = time.perf_counter()
     bar.close()
+
+
+def show_progress(run, bar, metrics, workers):
+    """The progress bar after a step, and what the user should know once: how long compiling took, and whether training
+    waits for data."""
+    shown = {"reward": metrics["reward"], "IoU": metrics.get("rewards/accuracy/mean")}
+    bar.set_postfix({name: f"{value:.3f}" for name, value in shown.items() if value is not None}, refresh=False)
+    bar.update()
+    if run.waits is None:
+        return
+    run.waits.append(metrics["time/wait_data"] / metrics["step_time"])
+    if len(run.waits) == 1 and run.device.type == "cuda":
+        tell(f"the first step took {metrics['step_time']:.0f} s, with compiling and capturing the GPU's kernels")
+    if len(run.waits) > 10 and (share := np.mean(run.waits[-10:])) > 0.1:  # not the first: it always waits
+        tell(
+            f"data: {share:.0%} of the last 10 steps was waiting for it (time/wait_data); raise --num_workers, now "
+            f"{workers} a rank, lower --max_pixels, or move {run.packed} to a local disk"
+        )
+        run.waits = None  # said once
 
 
 # --- The phases of a step ------------------------------------------------------------------------------------------
@@ -223,6 +231,7 @@ class Run:
     num_tokens: int = 0
     sizes: dict | None = None  # weights by part, see modeling.weight_counts
     ceilings: dict | None = None  # what the GPU can do at most
+    waits: list | None = field(default_factory=list)  # share of each step that was waiting for data
     stop: Stop = field(default_factory=lambda: Stop())
     identity: dict = field(default_factory=dict)  # what a checkpoint of this run must be resumed with
     bad: list = field(default_factory=list)  # records of the updates left out, since the last that was done
@@ -260,12 +269,12 @@ def sample_phase(run, prompts):
 
 def with_positions(model, prompts):
     """The prompts with their mRoPE positions, and their pixels on the model's device, for rollout and update."""
-    move = lambda pixels: None if pixels is None else pixels.to(model.device)  # noqa: E731
-    extra = [(modeling.prompt_positions(model, prompt), move(prompt["pixel_values"])) for prompt in prompts]
-    return [
-        prompt | {"position_ids": positions, "pixel_values": pixels}
-        for prompt, (positions, pixels) in zip(prompts, extra, strict=True)
-    ]
+    done = []
+    for prompt in prompts:
+        pixels = prompt["pixel_values"]
+        more = {"pixel_values": pixels if pixels is None else pixels.to(model.device)}
+        done.append(prompt | more | {"position_ids": modeling.prompt_positions(model, prompt)})
+    return done
 
 
 def decode_texts(run, tokens, lengths):
@@ -881,10 +890,9 @@ def checkpoint_to_resume(args):
 def identity(run):
     """What must be the same when a run goes on: that on which the optimizer's states and the records' order depend.
     The records are compared by content, which may have moved."""
-    some = [run.dataset[i] for i in np.linspace(0, len(run.dataset) - 1, 64).astype(int).tolist()]
     same = {"number of ranks": run.world, "--zero_stage": run.engine.zero_optimization_stage()}
     same |= {"prompts a rank": prompts_per_rank(run.args)}
-    same["records"] = f"{len(run.dataset)} (checksum {zlib.crc32(repr(some).encode()):x})"
+    same["records"] = f"{len(run.dataset)} (checksum {run.dataset.checksum():x})"
     names = ("torch_dtype", "freeze_vision_modules", "val_split_ratio", "data_seed")
     return same | {f"--{name}": getattr(run.args, name) for name in names}
 

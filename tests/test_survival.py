@@ -55,7 +55,7 @@ def train_fixed(folder, out, world, spoilt, steps, **flags):
         batch = {"prompts": prompts[rank * B : (rank + 1) * B], "tokens": tokens[mine], "mask": mask[mine]}
         batch |= {"lengths": mask[mine].sum(1).tolist(), "truncated": [False] * (B * G), "texts": [""] * (B * G)}
         batch |= {"rewards": scores[mine].tolist(), "scores": {"r": scores[mine].tolist()}}
-        batch["sampler_logps"] = torch.zeros(B * G, 10)
+        batch |= {"sampler_logps": torch.zeros(B * G, 10), "decoding": {}}
         everyone = grpo.compare_phase(run, batch)
         if run.step in spoilt and rank == world - 1:
             batch["advantages"][-1] = math.nan
