@@ -892,7 +892,7 @@ def identity(run):
     The records are compared by content, which may have moved."""
     same = {"number of ranks": run.world, "--zero_stage": run.engine.zero_optimization_stage()}
     same |= {"prompts a rank": prompts_per_rank(run.args)}
-    same["records"] = f"{len(run.dataset)} (checksum {run.dataset.checksum():x})"
+    same["records"] = f"{len(run.dataset)} (checksum {run.dataset.checksum()})"
     names = ("torch_dtype", "freeze_vision_modules", "val_split_ratio", "data_seed")
     return same | {f"--{name}": getattr(run.args, name) for name in names}
 
