@@ -49,6 +49,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from safetensors import SafetensorError
+from torch.utils.benchmark import Timer
 from tqdm import tqdm
 from transformers import HfArgumentParser
 
@@ -90,8 +91,8 @@ def start(args):
     if rank == 0:
         found[0] = os.path.abspath(data.ensure_packed(sources, args.output_dir))
         found[1] = None if args.eval_only else checkpoint_to_resume(args)
-    patient = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=1))
-    dist.broadcast_object_list(found, src=0, group=patient)
+    run.patient = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=1))
+    dist.broadcast_object_list(found, src=0, group=run.patient)
     run.packed, run.resumed = found
     run.dataset = data.PackedDataset(run.packed)
     train_records, val_records = data.train_val_split(run.dataset, args.val_split_ratio, args.data_seed)
@@ -176,7 +177,7 @@ def train(run, model, train_records, val_records):
 
         if len(val_records) and not number and (last or args.eval_steps and run.step % args.eval_steps == 0):
             evaluation()
-        if last or run.step % args.save_steps == 0 or number and in_time:
+        if (last or run.step % args.save_steps == 0 or number) and (in_time or not number):
             failed = save_checkpoint(run)
             if failed and last:
                 raise OSError(f"the last checkpoint could not be written: {failed[0]}")
@@ -232,6 +233,7 @@ class Run:
     sizes: dict | None = None  # weights by part, see modeling.weight_counts
     ceilings: dict | None = None  # what the GPU can do at most
     waits: list | None = field(default_factory=list)  # share of each step that was waiting for data
+    patient: object = None  # a group of all ranks that waits for a day: what one rank does alone may take long
     stop: Stop = field(default_factory=lambda: Stop())
     identity: dict = field(default_factory=dict)  # what a checkpoint of this run must be resumed with
     bad: list = field(default_factory=list)  # records of the updates left out, since the last that was done
@@ -450,17 +452,9 @@ def measure_ceilings(device):
     a, b = torch.empty(2, 8192 * 8192 * 4, device=device, dtype=torch.bfloat16)
     square = a[: 8192 * 8192].view(8192, 8192).normal_()
 
-    def best(function, *tensors):
-        seconds = []
-        for _ in range(6):
-            torch.cuda.synchronize()
-            began = time.perf_counter()
-            function(*tensors)
-            torch.cuda.synchronize()
-            seconds.append(time.perf_counter() - began)
-        return min(seconds[1:])
-
-    found = {"bytes": 2 * a.nbytes / best(b.copy_, a), "operations": 2 * 8192**3 / best(torch.mm, square, square)}
+    best = lambda f: min(Timer("f()", globals={"f": f}).timeit(1).mean for _ in range(6))  # noqa: E731  waits for the GPU
+    copied, product = best(functools.partial(b.copy_, a)), best(functools.partial(torch.mm, square, square))
+    found = {"bytes": 2 * a.nbytes / copied, "operations": 2 * 8192**3 / product}
     del a, b, square
     torch.cuda.empty_cache()
     return found
@@ -472,7 +466,14 @@ def evaluate(run, model, records):
     size, mine = prompts_per_rank(run.args) * run.args.num_generations, records[run.rank :: run.world].tolist()
     scores, lines = {name: [] for name, _ in run.reward_funcs}, []
     for start in range(0, len(mine), size):
-        encoded = [run.encode(run.dataset[i]) | {"record": i} for i in mine[start : start + size]]
+        encoded = []
+        for i in mine[start : start + size]:
+            try:
+                encoded.append(run.encode(run.dataset[i]) | {"record": i})
+            except data.DataError as error:
+                tqdm.write(f"held-out record {i} is left out: {error}", file=sys.stderr)
+        if not encoded:
+            continue
         prompts = with_positions(model, encoded)
         tokens, _, _ = rollout.sample(model, prompts, 1, run.args.max_completion_length, 0.0, run.eos, run.pad)
         texts = decode_texts(run, tokens, completion_mask(tokens, run.eos).sum(1).tolist())
@@ -528,22 +529,10 @@ def completion_mask(tokens, eos_ids):
 
 
 def grpo_loss(
-    logps,
-    old_logps,
-    advantages,
-    mask,
-    *,
-    ref_logps=None,
-    beta=0.0,
-    epsilon=0.2,
-    epsilon_high=None,
-    delta=None,
-    loss_type="grpo",
-    importance_sampling_level="token",
-    max_completion_length=None,
-    num_sequences=None,
-    num_tokens=None,
-):
+    logps, old_logps, advantages, mask, *, ref_logps=None, beta=0.0, epsilon=0.2, epsilon_high=None, delta=None,
+    loss_type="grpo", importance_sampling_level="token",
+    max_completion_length=None, num_sequences=None, num_tokens=None,
+):  # fmt: skip
     """The loss of a batch of completions and its metrics: logps, old_logps, ref_logps, mask (N, R), advantages (N,).
 
     With rho = exp(logp - old) and d = ref - logp, k = e^d - d - 1 (the k3 estimator of KL, non-negative):
@@ -765,8 +754,8 @@ def save_checkpoint(run):
 
     def agreed():
         everyone = [None] * run.world
-        dist.all_gather_object(everyone, failed)
-        failed[:] = sum(everyone, [])
+        dist.all_gather_object(everyone, failed, group=run.patient)  # checksums and fsync of a large model take minutes
+        failed[:] = sorted(set(sum(everyone, [])))
         return not failed
 
     if run.rank == 0:
@@ -921,6 +910,7 @@ def load_checkpoint(run, folder):
     os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
     with torch.serialization.safe_globals([LossScaler, ZeroStageEnum, fragment_address]):
         path, _ = run.engine.load_checkpoint(os.path.join(folder, "zero"), tag="state")
+    del os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"]  # a reward function may read what it trusts
     if path is None:
         raise ValueError(f"{folder}/zero could not be read: {alone}")
     run.step, run.num_tokens = state["step"], state["num_tokens"]
@@ -944,6 +934,7 @@ class Stop:
     """
 
     number, deadline, save_seconds = 0, math.inf, 0.0  # the signal; when torchrun kills; what the last save took
+    leaving = False  # all ranks have agreed to end: one that is gone has done its part
 
     def listen(self, run):
         pipe, end = os.pipe()
@@ -959,7 +950,11 @@ class Stop:
             number = os.read(pipe, 1)[0]
         patience = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 30)) - 3  # torchrun's, less a way out
         self.number, self.deadline = number, time.monotonic() + patience
-        while not (lost := lost_rank()) and self.save_seconds < patience and time.monotonic() < self.deadline:
+        while (
+            not (lost := not self.leaving and lost_rank())
+            and self.save_seconds < patience
+            and time.monotonic() < self.deadline
+        ):
             time.sleep(0.1)
         why = lost or f"{signal.Signals(number).name}, no time to save"
         leave_status(run.args.output_dir, 1 if lost else 128 + number, run.rank, f"{why}; {what_counts(run.args)}")
@@ -969,6 +964,7 @@ class Stop:
         """(the number of a signal that some rank was sent, or 0; is there time for a save), the same on all ranks."""
         table = torch.tensor([self.deadline - time.monotonic() - self.save_seconds, -self.number], device=device)
         dist.all_reduce(table, dist.ReduceOp.MIN)
+        self.leaving = bool(table[1] < 0)
         return -int(table[1]), bool(table[0] > 0)
 
 
@@ -1024,9 +1020,8 @@ def deepspeed_config(args, world, hidden_size, device_type):
         raise ValueError(f"{args.deepspeed}: fp16 is enabled, this code trains in bf16 or float32; set it to false")
     if config.pop("scheduler", None):
         tell(f"{args.deepspeed}: its scheduler is left out, --lr_scheduler_type {args.lr_scheduler_type} holds")
-    # immediate: stage 0 adds each gradient to its float32 sum at once, instead of keeping both (2 bytes a parameter)
     own = {"enabled": args.torch_dtype == "bfloat16", "check_grad_overflow": True}
-    config["bf16"] = {"immediate_grad_update": True} | config.get("bf16", {}) | own
+    config["bf16"] = config.get("bf16", {}) | own
     zero = config.setdefault("zero_optimization", {})
     zero["stage"] = zero.get("stage", 0) if args.zero_stage is None else args.zero_stage
     sizes = {  # but for the bucket, what Hugging Face's integration fills in
@@ -1049,8 +1044,6 @@ def deepspeed_config(args, world, hidden_size, device_type):
         config["zero_force_ds_cpu_optimizer"] = False
     if zero.get("reduce_bucket_size", 1e8) < 5e7:
         tell(f"warning: reduce_bucket_size {zero['reduce_bucket_size']:g} is under 5e7: many small, slow collectives")
-    if zero.get("overlap_comm") and device_type == "cuda" and torch.cuda.nccl.version() < (2, 10):
-        tell(f"warning: overlap_comm with NCCL {torch.cuda.nccl.version()}: versions before 2.10 can hang; upgrade")
     return config
 
 
@@ -1114,15 +1107,7 @@ def start_engine(args, model, world, device, trained=True):
     engine = deepspeed.initialize(model=policy, model_parameters=parameters or None, config=config)[0]
     if config["zero_optimization"]["stage"] == 0:
         engine.enable_backward_allreduce = world > 1  # alone it would still copy all gradients together and back
-        # Its optimizer takes norm and clipping tensor by tensor, 0.1 s for 3B; the same sums, all tensors at once:
-        bf16 = deepspeed.runtime.bf16_optimizer
-        bf16.get_global_norm_of_tensors = lambda input_tensors, **_: torch.nn.utils.get_total_norm(input_tensors)
-        bf16.clip_tensors_by_global_norm = clip_tensors
     return engine
-
-
-def clip_tensors(input_tensors, max_norm, global_norm, **_):
-    torch._foreach_mul_(input_tensors, (max_norm / (global_norm + 1e-6)).clamp(max=1.0))
 
 
 # --- Flags -------------------------------------------------------------------------------------------------------

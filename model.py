@@ -86,15 +86,9 @@ class Processor:
 
 
 def load_policy(
-    path,
-    *,
-    attn_implementation="auto",
-    torch_dtype="bfloat16",
-    device=None,
-    min_pixels=None,
-    max_pixels=None,
+    path, *, attn_implementation="auto", torch_dtype="bfloat16", device=None, min_pixels=None, max_pixels=None,
     freeze_vision_modules=False,
-):
+):  # fmt: skip
     """Load a checkpoint folder (or hub name) as (model, processor); the family is the config's `model_type`.
 
     `torch_dtype` is a name or a torch.dtype; `device` defaults to the GPU if there is one. The returned model is
@@ -107,11 +101,7 @@ def load_policy(
     try:
         model_type = AutoConfig.from_pretrained(path, trust_remote_code=False).model_type
     except OSError as error:
-        where = (
-            "the folder has no readable config.json"
-            if os.path.isdir(path)
-            else "no folder here, nor a model on the hub"
-        )
+        where = "no readable config.json in it" if os.path.isdir(path) else "no folder here, nor a model on the hub"
         raise ValueError(f"--model_name_or_path {path}: {where} ({str(error).splitlines()[0]})") from error
     if model_type not in FAMILIES:
         raise ValueError(
@@ -191,10 +181,7 @@ def select_attention(requested, device, dtype):
         raise ValueError(f"--attn_implementation {requested}: use auto, flash_attention_2, sdpa or eager")
     obstacle = _flash_attention_obstacle(device, dtype)
     if obstacle is None:
-        return (
-            "flash_attention_2",
-            "as requested" if requested != "auto" else "flash-attn imports and the GPU can run it",
-        )
+        return "flash_attention_2", "as requested" if requested != "auto" else "flash-attn imports, the GPU can run it"
     if requested == "auto":
         return "sdpa", f"no flash_attention_2: {obstacle}"
     raise ValueError(f"--attn_implementation flash_attention_2 cannot run: {obstacle}; use --attn_implementation auto")
@@ -286,7 +273,7 @@ def build_row(groups, device="cpu"):
     prompt's last one, on all axes. The row is a dict; with T tokens in it and M of them completion tokens:
       input_ids (T,), position_ids (3, T), pixel_values and image_grid_thw of the pictures, once a prompt
       cu_q, cu_k (S+1,), max_q, max_k, kv_index: the S variable-length sequences of `packed_attention`
-      groups: (start, end, [P, R1 ... RG]) each; kernels without variable lengths make dense masks of them
+      groups: (start, end) of each
       predict_from (M,), targets (M,): hidden state `predict_from[m]` predicts token `targets[m]`
       place (M, 2): where token m stands in the (N, R) table of completions; shape = (N, R)
     """
@@ -314,7 +301,7 @@ def build_row(groups, device="cpu"):
                 targets.append(completion)
                 place.append(torch.stack([torch.full((R,), n), torch.arange(R)], dim=1))
             at, n = at + R, n + 1
-        extents.append((start, at, [P] + [len(c) for c in completions]))
+        extents.append((start, at))
         start = at
     pictures = [prompt for prompt, _ in groups if prompt["pixel_values"] is not None]
     row = {
@@ -335,14 +322,6 @@ def build_row(groups, device="cpu"):
     row["max_q"], row["max_k"] = max(q_lengths), max(k_lengths)
     row["shape"] = (n, max([len(c) for _, completions in groups for c in completions], default=0))
     return row
-
-
-def _group_mask(lengths, device):
-    """(T_g, T_g) of bool: who sees whom in [prompt, completion 1, ...], given their lengths. A prompt sees itself
-    causally; a completion sees its prompt and, causally, itself."""
-    part = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(device)  # 0 = the prompt
-    same = (part[:, None] == part[None, :]) | (part[None, :] == 0)
-    return same & torch.ones_like(same).tril()
 
 
 def varlen_attention(attention, q, k, v, cu_q, cu_k, max_q, max_k, scaling, causal):
@@ -377,8 +356,9 @@ def _torch_varlen():
     grouped = {"enable_gqa": True} if "enable_gqa" in names else {}
 
     def run(*tensors, scale, causal):
-        how = {"is_causal": causal} if "is_causal" in names else {"window_size": (-1, 0) if causal else (-1, -1)}
-        return varlen_attn(*tensors, scale=scale, **how, **grouped)
+        if "is_causal" in names:  # 2.10; its scale is 1 / sqrt(D), as that of all families
+            return varlen_attn(*tensors, is_causal=causal)
+        return varlen_attn(*tensors, scale=scale, window_size=(-1, 0) if causal else (-1, -1), **grouped)
 
     return run
 
@@ -398,21 +378,11 @@ def masked_attention(attention, q, k, v, mask, scaling):
 
 
 def packed_attention(attention, q, k, v, row, scaling):
-    """Attention over a packed row: q (T, heads, D), k and v (T, kv heads, D) -> (T, heads, D)."""
-    if has_varlen(attention, q):
-        # Keys and values are gathered so that each completion has [prompt, itself]; queries are not.
-        k, v = k[row["kv_index"]], v[row["kv_index"]]
-        lengths = row["cu_q"], row["cu_k"], row["max_q"], row["max_k"]
-        return varlen_attention(attention, q, k, v, *lengths, scaling, causal=True)
-    # Without such a kernel: one dense mask a group (groups do not see each other, so no T x T matrix).
-    if "masks" not in row:
-        row["masks"] = [_group_mask(lengths, q.device) for _, _, lengths in row["groups"]]
-    repeats, outputs = q.shape[1] // k.shape[1], []
-    for (start, end, _), mask in zip(row["groups"], row["masks"], strict=True):
-        gq, gk, gv = (x[start:end].transpose(0, 1)[None] for x in (q, k, v))  # (T, heads, D) -> (1, heads, T_g, D)
-        gk, gv = gk.repeat_interleave(repeats, dim=1), gv.repeat_interleave(repeats, dim=1)
-        outputs.append(masked_attention(attention, gq, gk, gv, mask, scaling)[0].transpose(0, 1))
-    return torch.cat(outputs)
+    """Attention over a packed row: q (T, heads, D), k and v (T, kv heads, D) -> (T, heads, D). Keys and values are
+    gathered so that each completion has [prompt, itself]; queries are not."""
+    k, v = k[row["kv_index"]], v[row["kv_index"]]
+    lengths = row["cu_q"], row["cu_k"], row["max_q"], row["max_k"]
+    return varlen_attention(attention, q, k, v, *lengths, scaling, causal=True)
 
 
 # --- The layers, by hand --------------------------------------------------------------------------------------------
@@ -625,7 +595,7 @@ class TokenLogps(torch.autograd.Function):
         for h, t, lse_part, g, out in zip(*chunks, strict=True):
             d_logits = logit_gradient(h @ weight.T, t, lse_part, g, penalty, ctx.temperature)
             torch.mm(d_logits, weight, out=out)
-            if ctx.needs_input_grad[1]:
+            if ctx.needs_input_grad[1]:  # summed in the weight's dtype, as autograd sums
                 d_weight = d_logits.T @ h if d_weight is None else d_weight.addmm_(d_logits.T, h)
         return d_hidden, d_weight, None, None, None
 

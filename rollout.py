@@ -99,18 +99,17 @@ class Decoder:
         row = build_row([(prompt, []) for prompt in prompts], model.device)
         row["kv"] = []
         hidden = hidden_states(model, row)  # (T, H)
-        extents = [(start, end) for start, end, _ in row["groups"]]
-        lengths = [end - start for start, end in extents]
-        longest = -(-max(lengths) // 16) * 16  # the attention kernel is compiled once for all multiples of 16
+        lengths = [end - start for start, end in row["groups"]]
+        longest = max(lengths)
         self.prompt_lengths = torch.tensor(lengths, device=model.device)
         self.prompt_tokens = sum(lengths)
 
         # (T, kv heads, D) -> (B, kv heads, P, D) for keys and values of all layers at once; padding repeats some row
-        place = torch.arange(longest)[None] + torch.tensor([[start] for start, _ in extents])  # (B, P)
+        place = torch.arange(longest)[None] + torch.tensor([[start] for start, _ in row["groups"]])  # (B, P)
         place = place.clamp(max=len(hidden) - 1).to(model.device)
         tables = torch.stack([x for kv in row["kv"] for x in kv])[:, place].transpose(2, 3).contiguous()
         self.prompt = list(zip(tables[::2], tables[1::2], strict=True))
-        return hidden[torch.tensor([end - 1 for _, end in extents], device=model.device)]
+        return hidden[torch.tensor([end - 1 for _, end in row["groups"]], device=model.device)]
 
     @torch.no_grad()
     def step(self):
@@ -220,7 +219,7 @@ def norm(x, weight, eps):
 
 @fused(rows=5)
 def before_attention(x, cos, sin, own_k, own_v, t, w):
-    """x (n, H), cos and sin (n, D) -> q (n, heads, D); the token's key and value go into the caches at place t + 1."""
+    """x (n, H), cos and sin (n, D) -> q (n, heads, D); the token's key and value go into the caches at place t."""
     D = cos.shape[1]
     q, k, v = F.linear(norm(x, w.norm1, w.eps), w.qkv, w.bias).view(len(x), -1, D).split(w.heads, dim=1)
     if w.q_norm is not None:
