@@ -1170,6 +1170,9 @@ class Arguments:
     deepspeed: str = field(default=os.path.join(HERE, "ds_zero3.json"), metadata={"help": "DeepSpeed's JSON"})
     zero_stage: int | None = field(default=None, metadata={"help": "0-3, overrides the JSON's"})
     stall_timeout: int = field(default=600, metadata={"help": "seconds that a rank waits for another"})
+    plan: bool = field(default=False, metadata={"help": "print what one GPU would hold, and stop (tools/plan.py)"})
+    plan_gpus: int | None = field(default=None, metadata={"help": "of the machine planned for; default: this one's"})
+    plan_gb: float | None = field(default=None, metadata={"help": "memory of a GPU planned for; default: this one's"})
     # output
     output_dir: str | None = field(default=None, metadata={"help": "default runs/<run_name>"})
     run_name: str = field(default="grpo", metadata={"help": "names the output folder"})
@@ -1196,7 +1199,7 @@ class Arguments:
 LEAST = {  # the smallest value of a flag; None, where that is the default, passes
     2: "num_generations",
     1: "max_completion_length max_prompt_length min_pixels max_pixels num_iterations per_device_train_batch_size "
-    "max_tokens_per_forward logging_steps save_steps save_total_limit stall_timeout",
+    "max_tokens_per_forward logging_steps save_steps save_total_limit stall_timeout plan_gpus plan_gb",
     1e-6: "temperature num_train_epochs",
     0: "beta epsilon epsilon_high delta learning_rate weight_decay max_grad_norm warmup_ratio val_split_ratio "
     "eval_steps seed data_seed",
@@ -1285,6 +1288,8 @@ def main():
     folder = output_folder(sys.argv[1:])
     try:
         args = parse_arguments(quiet=rank != "0")
+        if args.plan:
+            raise ValueError("--plan needs no training process: bash launch.sh --plan ..., or python tools/plan.py ...")
         run, model, train_records, val_records = start(args)
         if args.eval_only:
             records = val_records if len(val_records) else np.arange(len(run.dataset))

@@ -3,6 +3,7 @@
 #
 #   bash launch.sh                     the embedded default: makes pictures and a tiny model, trains, draws
 #   bash launch.sh --flag value ...    grpo.py with your flags, then the curves (tools/monitor.py)
+#   bash launch.sh --plan ...          what one GPU would hold with these flags; 0: it fits, 1: it does not
 #   bash launch.sh pytest [args]       the tests; their paths are relative to this folder
 #
 # Variables: PYTHON (python3) · NPROC (all visible GPUs; without a GPU 1, and NPROC=2 is two CPU processes) ·
@@ -49,6 +50,9 @@ if ! lack=$(meets "$python" "${needs[@]}" 2>&1); then
   python=$venv/bin/python
 fi
 if [[ ${1-} == pytest ]]; then cd -- "$here" && exec "$python" -m pytest "${@:2}"; fi
+for word in "$@"; do
+  if [[ $word == --plan ]]; then exec "$python" "$here/tools/plan.py" "$@"; fi
+done
 
 # ---- Running a command in a process group of its own (set -m): Ctrl-C reaches it once, through us, and it does
 # ---- not start with SIGINT ignored. A trapped signal ends `wait` early: wait on until the process is gone.
@@ -80,7 +84,7 @@ for word in "$@"; do
   case $word in
     --output[_-]dir=*) output=${word#*=} ;;
     --run[_-]name=*) run_name=${word#*=} ;;
-    --plan | --eval[_-]only | -h | --help) draw=no ;;
+    --eval[_-]only | -h | --help) draw=no ;;
   esac
   previous=$word
 done

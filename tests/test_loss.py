@@ -544,7 +544,7 @@ FLAGS = """
     epsilon_high delta num_iterations loss_type importance_sampling_level scale_rewards mask_truncated_completions
     per_device_train_batch_size gradient_accumulation_steps max_tokens_per_forward learning_rate lr_scheduler_type
     warmup_ratio weight_decay max_grad_norm num_train_epochs max_steps seed data_seed
-    deepspeed zero_stage stall_timeout
+    deepspeed zero_stage stall_timeout plan plan_gpus plan_gb
     output_dir run_name report_to logging_steps log_completions save_steps save_total_limit save_only_model
     resume_from_checkpoint eval_steps eval_only
 """
