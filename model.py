@@ -341,8 +341,8 @@ def varlen_attention(attention, q, k, v, cu_q, cu_k, max_q, max_k, scaling, caus
     for s in range(len(cu_q) - 1):
         parts = q[cu_q[s] : cu_q[s + 1]], k[cu_k[s] : cu_k[s + 1]], v[cu_k[s] : cu_k[s + 1]]
         sq, sk, sv = (x.transpose(0, 1) for x in parts)  # (T, heads, D) -> (heads, T, D)
-        mask = torch.ones(sq.shape[1], sk.shape[1], dtype=torch.bool, device=q.device)
-        mask = mask.tril(sk.shape[1] - sq.shape[1]) if causal else mask
+        full = torch.ones(sq.shape[1], sk.shape[1], dtype=torch.bool, device=q.device)
+        mask = full.tril(sk.shape[1] - sq.shape[1]) if causal else None
         outputs.append(masked_attention(attention, sq, sk, sv, mask, scaling).transpose(0, 1))
     return torch.cat(outputs)
 
@@ -370,10 +370,11 @@ def has_varlen(attention, q):
 
 
 def masked_attention(attention, q, k, v, mask, scaling):
-    """Attention with a dense mask (True: sees), by PyTorch's kernel or spelt out: (..., heads, T, D)."""
-    if attention == "sdpa":
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)
-    scores = (q @ k.transpose(-1, -2) * scaling).masked_fill(~mask, float("-inf"))
+    """Attention with a dense mask (True: sees; None: all), by PyTorch's kernel or spelt out: (heads, T, D)."""
+    if attention == "sdpa":  # without a batch dimension it would take no kernel
+        return F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=mask, scale=scaling)[0]
+    scores = q @ k.transpose(-1, -2) * scaling
+    scores = scores if mask is None else scores.masked_fill(~mask, float("-inf"))
     return scores.float().softmax(-1).to(q.dtype) @ v
 
 

@@ -79,7 +79,7 @@ def test_activations(checkpoints, attention, family, checkpointed, patches, text
 def test_activations_with_a_variable_length_kernel(checkpoints):
     """No GPU here. What such a kernel takes is the whole difference to a dense one, and no T x T table."""
     model, T, keys = plan.meta_model(flags(checkpoints["qwen2_5_vl"])), 100, 260
-    dense = plan.decoder_saved(model, "eager", 2, T, keys, 0) - 2 * T * 64 * 2  # keys and values for 4 heads of 16
+    dense = plan.decoder_saved(model, "eager", 2, T, keys, 0) - 2 * keys * 64 * 2  # keys and values for 4 heads of 16
     assert plan.decoder_saved(model, "varlen", 2, T, keys, T**2) == dense + 2 * keys * 32 * 2 + 4 * 4 * T
 
 
@@ -165,15 +165,6 @@ def test_measured_peaks(tmp_path, gb, changed):
     model = plan.meta_model(args)
     zero = grpo.deepspeed_config(args, 1, 2048, "cpu")["zero_optimization"]
     assert max(plan.phases(plan.memory(args, model, 1, zero))) / 1e9 == pytest.approx(gb, rel=0.02)
-
-
-def test_measured_peak_of_eager_attention(tmp_path):
-    """bench/attention.py's first packed row, one group of 8: weights, activations, logits, and no gradient yet."""
-    config_3b().save_pretrained(tmp_path)
-    model = plan.meta_model(flags(str(tmp_path)))
-    found = plan.activations(model, "eager", 2, False, [(463, [256] * 8)], 1564)
-    weights = 2 * sum(parameter.numel() for parameter in model.parameters())
-    assert (weights + found["kept"] + found["loss"]) / 1e9 == pytest.approx(43.56, rel=0.02)
 
 
 def test_cures_help_one_after_the_other(checkpoints, monkeypatch):

@@ -62,14 +62,15 @@ def assumed_prompt(args, config):
 # because checkpointing keeps it.
 
 
-def attention_saved(kind, e, heads, width, T, keys, squares):
+def attention_saved(kind, e, heads, width, T, keys, rows, squares):
     """Queries, keys, values and output. `keys`: numbers in the keys and values of all variable-length sequences, whose
-    kernels (flash-attn's and PyTorch's own) save the same; `squares`: entries of the dense masks. width: heads x D."""
+    kernels (flash-attn's and PyTorch's own) save the same; `rows` of them; `squares`: entries of the dense masks, a
+    sequence at a time. width: heads x D."""
     if kind == "varlen":
         return (2 * T * width + keys) * e + 4 * heads * T  # and the log-sum-exp
-    saved = 4 * T * width * e  # keys and values repeated for every query head
+    saved = 2 * (T + rows) * width * e  # keys and values repeated for every query head
     if kind == "sdpa":
-        return saved + (T * width + squares) * e + 4 * heads * T  # each group's own output, its mask as numbers
+        return saved + (T * width + squares) * e + 4 * heads * T  # each sequence's own output, its mask as numbers
     return saved + squares * (heads * (4 if e == 4 else 4 + e) + 1)  # the softmax in float32 and cast, the mask
 
 
@@ -79,7 +80,7 @@ def decoder_saved(model, kind, e, T, keys, squares):
     q, kv = a.q_proj.out_features, a.k_proj.out_features
     saved = T * 3 * (H + inner) * e + 2 * 4 * T  # norm, sum, norm; gate, up, product
     saved += T * (q + kv) * (e + 4 / a.head_dim) if hasattr(a, "q_norm") else 0
-    return saved + attention_saved(kind, e, q // a.head_dim, q, T, 2 * keys * kv, squares)
+    return saved + attention_saved(kind, e, q // a.head_dim, q, T, 2 * keys * kv, keys, squares)
 
 
 def vision_mlp(model):
@@ -98,10 +99,10 @@ def vision_saved(model, kind, e, n, pictures):
     if hasattr(vision, "fullatt_block_indexes"):  # Qwen2.5-VL: the other blocks see windows; the average block
         window, full = (vision.window_size // vision.patch_size) ** 2, len(vision.fullatt_block_indexes) / vision.depth
     squares = full * n * (n // pictures) + (1 - full) * n * min(window, n // pictures)
-    # the value is a view of all of (q, k, v); without a kernel sdpa spells it out, wanting a batch dimension
-    kind = "varlen" if kind == "varlen" else "eager"
+    squares = 0 if kind == "sdpa" else squares  # no mask here
+    # the value is a view of all of (q, k, v)
     saved = n * (3 * H + tables * inner) * e + 2 * 4 * statistics * n
-    return saved + attention_saved(kind, e, attn.num_heads, H, n, 4 * n * H, squares)
+    return saved + attention_saved(kind, e, attn.num_heads, H, n, 4 * n * H, n, squares)
 
 
 def activations(model, kind, e, checkpointed, groups, patches, frozen=False):
@@ -113,7 +114,8 @@ def activations(model, kind, e, checkpointed, groups, patches, frozen=False):
     lengths, layers, wide = [P + sum(R) for P, R in groups], len(text.layers), visual.blocks[0].attn.proj.in_features
     T, M, n = sum(lengths), sum(sum(R) for _, R in groups), patches * len(groups)
     keys = sum(P + sum(P + length for length in R) for P, R in groups)
-    layer = decoder_saved(model, kind, e, T, keys, sum(length**2 for length in lengths))
+    masks = [q * k for P, R in groups for q, k in [(P, P), *((length, P + length) for length in R)]]
+    layer = decoder_saved(model, kind, e, T, keys, sum(masks))
     # around the layers: rotary tables; the final norm and the pictures' places; hidden states that predict a token
     kept = 2 * T * text.layers[0].self_attn.head_dim * e + T * (H * e + 5) + M * (H * e + 4)
     kept += layers * (T * H * e + (0 if checkpointed else layer))
@@ -130,7 +132,7 @@ def activations(model, kind, e, checkpointed, groups, patches, frozen=False):
     chunk, head = min(M, modeling.LOGIT_CHUNK), V * H * e
     loss = (2 + (M > chunk)) * chunk * V * e + head + M * H * e
     # Gradients of gate, up and product, less the product, and of three hidden states; attention spelt out: of scores.
-    scores = 0 if kind == "varlen" else text.config.num_attention_heads * max(lengths) ** 2 * (8 + e)
+    scores = 0 if kind == "varlen" else text.config.num_attention_heads * max(masks) * (8 + e)
     decoder = (layer if checkpointed else 0) + max(2 * T * inner * e, scores) + 3 * T * H * e + head
     work = 0 if frozen else (block if checkpointed else 0) + (2 * vision_mlp(model)[0] + 3 * wide) * n * e
     work += head if model.config.tie_word_embeddings else 0
