@@ -35,6 +35,7 @@ import logging
 import math
 import pathlib
 import random
+import re
 import shutil
 import socket
 import threading
@@ -175,12 +176,12 @@ def train(run, model, train_records, val_records):
         number, in_time = run.stop.agreed(run.device)
         # If any rank was sent a signal, all of them know it, and whether a save would be over in time.
 
-        if len(val_records) and not number and (last or args.eval_steps and run.step % args.eval_steps == 0):
-            evaluation()
         if (last or run.step % args.save_steps == 0 or number) and (in_time or not number):
             failed = save_checkpoint(run)
             if failed and last:
                 raise OSError(f"the last checkpoint could not be written: {failed[0]}")
+        if len(val_records) and not number and (last or args.eval_steps and run.step % args.eval_steps == 0):
+            evaluation()
         if number and not last:
             raise Stopped(128 + number, f"{signal.Signals(number).name} after step {run.step}; {what_counts(args)}")
         began = time.perf_counter()
@@ -410,7 +411,10 @@ def note_bad_records(run, batch, rows, losses):
     what = "loss or gradient norm is not finite"
     tell(f"warning: step {run.step + 1}: {what}, its update is left out; records {sorted(run.bad[-1])}")
     if len(run.bad) == 5:
-        raise FloatingPointError(f"5 updates in a row: {what}; look at records {sorted(set().union(*run.bad))}")
+        raise FloatingPointError(
+            f"5 updates in a row: {what}; look at records {sorted(set().union(*run.bad))}, "
+            "or at the weights given and --learning_rate if these are all there are"
+        )
 
 
 def step_metrics(run, everyone, learned, times):
@@ -667,10 +671,18 @@ class Log:
 
     def __init__(self, run):
         self.writes, self.wandb = run.rank == 0, None
-        if self.writes:
-            with open(os.path.join(run.args.output_dir, "run.json"), "w") as file:
-                json.dump({"args": asdict(run.args), "packed": run.packed, "world": run.world}, file, indent=2)
         self.paths = [os.path.join(run.args.output_dir, name) for name in ("metrics.jsonl", "completions.jsonl")]
+        try:
+            self.begin(run)
+        except (OSError, ValueError) as error:  # ValueError: a line that is no JSON
+            raise ValueError(f"--output_dir {run.args.output_dir}: its logs cannot be written on ({error})") from error
+        if self.writes and run.args.report_to == "wandb":
+            import wandb
+
+            self.wandb = wandb
+            wandb.init(project="grpo", name=run.args.run_name, dir=run.args.output_dir, config=asdict(run.args))
+
+    def begin(self, run):
         for path in self.paths if self.writes else ():
             kept = []
             if run.resumed and os.path.exists(path):  # drop what a run that died wrote after its last checkpoint
@@ -679,11 +691,9 @@ class Log:
             with open(path + ".tmp", "w", encoding="utf-8") as file:
                 file.writelines(kept)
             os.replace(path + ".tmp", path)
-        if self.writes and run.args.report_to == "wandb":
-            import wandb
-
-            self.wandb = wandb
-            wandb.init(project="grpo", name=run.args.run_name, dir=run.args.output_dir, config=asdict(run.args))
+        if self.writes:
+            with open(os.path.join(run.args.output_dir, "run.json"), "w") as file:
+                json.dump({"args": asdict(run.args), "packed": run.packed, "world": run.world}, file, indent=2)
 
     def __call__(self, metrics, lines=()):
         if not self.writes:
@@ -717,8 +727,8 @@ def claim_folder(folder):
     except OSError as error:
         raise ValueError(f"--output_dir {folder} cannot be written ({error}); give another") from error
     for name in os.listdir(folder):
-        if name.startswith("checkpoint-") and name.endswith(".tmp"):
-            shutil.rmtree(os.path.join(folder, name))
+        if re.fullmatch("checkpoint-[0-9]+[.]tmp", name):
+            shutil.rmtree(os.path.join(folder, name), ignore_errors=True)
         elif name in ("exit_status", "exit_message"):
             os.remove(os.path.join(folder, name))
 
@@ -833,13 +843,16 @@ def damage(folder):
 
 def checkpoints(folder):
     """Whole checkpoints in a run's folder, oldest first."""
-    names = [name for name in os.listdir(folder) if name.startswith("checkpoint-") and name[11:].isdigit()]
+    names = [name for name in os.listdir(folder) if re.fullmatch("checkpoint-[0-9]+", name)]
     return [os.path.join(folder, name) for name in sorted(names, key=lambda name: int(name[11:]))]
 
 
 def what_counts(args):
     """For messages: what a later run goes on from."""
-    found = checkpoints(args.output_dir)
+    try:
+        found = checkpoints(args.output_dir)
+    except OSError as error:
+        return f"{args.output_dir} cannot be read ({error})"
     if not found:
         return f"nothing is saved in {args.output_dir} yet"
     return f"{found[-1]} counts, the same command with --resume_from_checkpoint true goes on from it"
@@ -905,6 +918,8 @@ def load_checkpoint(run, folder):
     for name in now:
         if now[name] != was.get(name) and name != "resume_from_checkpoint":
             tell(f"--{name} was {was.get(name)}, from here on it is {now[name]}")
+    groups = run.engine.optimizer.param_groups
+    flags = [{name: value for name, value in group.items() if name != "params"} for group in groups]
     # DeepSpeed 0.19.8 reads its files with weights_only=False, which would run code that somebody put there. These
     # three classes are all that they hold beside tensors and plain values.
     os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
@@ -913,6 +928,8 @@ def load_checkpoint(run, folder):
     del os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"]  # a reward function may read what it trusts
     if path is None:
         raise ValueError(f"{folder}/zero could not be read: {alone}")
+    for group, values in zip(run.engine.optimizer.param_groups, flags, strict=True):
+        group.update(values)  # weight decay and betas are this run's
     run.step, run.num_tokens = state["step"], state["num_tokens"]
     tell(f"resumed from {folder}")
 
@@ -1187,7 +1204,7 @@ class Arguments:
     eval_only: bool = field(default=False, metadata={"help": "evaluate the model and stop"})
 
     def __post_init__(self):
-        self.output_dir = self.output_dir or os.path.join("runs", self.run_name)
+        self.output_dir = os.path.abspath(self.output_dir or os.path.join("runs", self.run_name))  # whoever changes it
         self.data_seed = self.seed if self.data_seed is None else self.data_seed
         if self.torch_dtype == "auto":
             self.torch_dtype = "bfloat16" if self.bf16 else "float32"
@@ -1285,6 +1302,7 @@ def main():
     for said in ("`torch.distributed", "barrier"):  # of DeepSpeed's calls, which we cannot change
         warnings.filterwarnings("ignore", message=said)
     transformers.utils.logging.disable_progress_bar()
+    sys.stdout, sys.stderr = Console(sys.stdout), Console(sys.stderr)
     folder = output_folder(sys.argv[1:])
     try:
         args = parse_arguments(quiet=rank != "0")
@@ -1321,6 +1339,24 @@ def main():
     sys.exit(status)
 
 
+class Console:
+    """stdout or stderr, which may go away before the run does: the reader of a pipe ends, a log fills the disk."""
+
+    def __init__(self, stream):
+        self.stream = stream
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+
+    def write(self, text):
+        with contextlib.suppress(OSError):
+            self.stream.write(text)
+
+    def flush(self):
+        with contextlib.suppress(OSError):
+            self.stream.flush()
+
+
 def parse_arguments(quiet):
     """The flags, or the end of the process: argparse prints its help or the fault, once and not on every rank."""
     with open(os.devnull, "w") as nowhere, contextlib.ExitStack() as stack:
@@ -1340,7 +1376,9 @@ def parse_arguments(quiet):
 
 def leave_status(folder, status, rank, message):
     """Say why a rank ends and leave that for launch.sh, which says it again below torchrun's report, with the status.
-    Rank 0 speaks for all, but for what another rank may have met alone: a fault that the user can mend (2)."""
+    Rank 0 speaks for all, but for what another rank may have met alone: a fault that the user can mend (2). launch.sh
+    gives a folder of its own, because two commands may name the same output folder."""
+    folder = os.environ.get("GRPO_STATUS", folder)
     if rank and status != 2 or status == 0 and not os.path.isdir(folder):
         return
     message = message and f"grpo.py, rank {rank}: {message}\n"
@@ -1363,7 +1401,7 @@ def output_folder(words):
     parser.add_argument("--output_dir", "--output-dir")
     parser.add_argument("--run_name", "--run-name", default="grpo")
     known, _ = parser.parse_known_args(words)
-    return known.output_dir or os.path.join("runs", known.run_name)
+    return os.path.abspath(known.output_dir or os.path.join("runs", known.run_name))
 
 
 if __name__ == "__main__":

@@ -57,13 +57,16 @@ done
 # ---- Running a command in a process group of its own (set -m): Ctrl-C reaches it once, through us, and it does
 # ---- not start with SIGINT ignored. A trapped signal ends `wait` early: wait on until the process is gone.
 child='' signal=''
-forward() { # SIGNAL STATUS
+forward() { # SIGNAL STATUS; once: torchrun gives up waiting for its ranks at a second one
+  if [[ $signal ]]; then return; fi
   signal=$2
   if [[ -z $child ]] || ! kill -s "$1" "$child" 2>/dev/null; then exit "$signal"; fi
 }
 trap 'forward TERM 143' TERM
 trap 'forward INT 130' INT
 trap 'forward TERM 129' HUP
+trap 'forward TERM 138' USR1 # SLURM's --signal=B:USR1
+trap '' PIPE                 # whoever read our output is gone: the run goes on
 run() {
   printf '%q ' "$@"; echo
   set -m; "$@" & child=$!; set +m
@@ -121,14 +124,19 @@ else # every node has to come to the same address and port by itself
 fi
 
 # ---- Train. Rank 0 and exit_status are on node 0.
-if [[ $node_rank == 0 ]]; then rm -f -- "$output/exit_status" "$output/exit_message"; fi
-status=0
+status=0 left=$(mktemp -d) # where this launch's ranks leave their status: others may name the same output folder
+trap 'rm -rf -- "$left"' EXIT
+settings+=("GRPO_STATUS=$left")
 run "${settings[@]}" "$python" -m torch.distributed.run --nnodes "$nodes" --node_rank "$node_rank" \
   --nproc_per_node "$nproc" --master_addr "$address" --master_port "$port" "$here/grpo.py" "$@" || status=$?
-if [[ $node_rank == 0 && -s $output/exit_status ]]; then
-  written=$(<"$output/exit_status")
+if [[ $node_rank == 0 && -s $left/exit_status ]]; then
+  written=$(<"$left/exit_status")
   if [[ -z $signal && $written =~ ^[0-9]+$ ]]; then status=$written; fi
-  if [[ $status != 0 && -s $output/exit_message ]]; then cat -- "$output/exit_message" >&2; fi # torchrun buries it
+  if [[ $status != 0 && -s $left/exit_message ]]; then cat -- "$left/exit_message" >&2 || true; fi # torchrun buries it
+  if [[ -d $output ]]; then cp -- "$left"/exit_* "$output/" || true; fi
+elif [[ $node_rank == 0 && $status == 0 ]]; then
+  status=1
+  echo "launch.sh: the processes ended without saying how: something in them left Python, os._exit for one" >&2 || true
 fi
 if [[ $status == 0 && $draw == yes && $node_rank == 0 ]]; then
   run "$python" "$here/tools/monitor.py" "$output" || echo "launch.sh: the run is whole, its curves could not be drawn" >&2

@@ -177,11 +177,13 @@ def score(reward_funcs, prompts, completions, columns):
         if name in scores:
             raise RewardError(f"two reward functions are called {name}: rename one, metrics are logged by name")
         try:
-            values = function(prompts=prompts, completions=completions, **columns)
+            values = function(prompts=list(prompts), completions=list(completions), **columns)
+            values = values.tolist() if hasattr(values, "tolist") else values  # numpy and torch
         except (Exception, SystemExit) as error:
+            if str(error).startswith("DataLoader worker"):  # PyTorch raises it in whatever runs when one is killed
+                raise
             culprit = _first_raising(function, prompts, completions, columns)
             raise RewardError(f"reward function {name} raised {error!r} for {culprit}") from error
-        values = values.tolist() if hasattr(values, "tolist") else values  # numpy and torch
         if not isinstance(values, (list, tuple)) or len(values) != len(completions):
             returned = f"{type(values).__name__} {reprlib.repr(values)} for {len(completions)} completions"
             raise RewardError(f"reward function {name} returned {returned}: give a list, one number or None for each")

@@ -24,7 +24,7 @@ import huggingface_hub
 import numpy as np
 import pytest
 import torch
-from test_launch import ROOT, environment, processes_with, until
+from test_launch import ROOT, environment, launch, processes_with, until
 from test_run import flags, lines, pictures, reward_file, run_once
 from test_update import G, arguments, fixed_step
 
@@ -546,3 +546,51 @@ def test_a_folder_is_loaded_without_network_and_without_its_code(checkpoints, tm
         path.write_text(json.dumps(json.loads(path.read_text()) | {"auto_map": {key: "evil.Evil"}}))
     run_ranks(1, load_alone, str(folder))
     assert not (tmp_path / "evil").exists()
+
+
+# ------------------------------------------------------------------------------- consoles, statuses, changed flags
+
+
+def command_line(args, *more):
+    names = "model_name_or_path output_dir data_file_paths image_folders num_generations per_device_train_batch_size"
+    names += " max_completion_length question_template num_workers save_only_model bf16 max_steps"
+    words = [word for name in names.split() for word in (f"--{name}", str(getattr(args, name)))]
+    return [*words, "--reward_funcs", *args.reward_funcs, *more]
+
+
+def test_a_run_outlives_its_console(checkpoints, pictures, tmp_path, reward_file):
+    """Whoever reads the output ends first, as `tee` does at Ctrl-C: the run is finished all the same."""
+    args = flags(checkpoints["qwen2_vl"], pictures, tmp_path / "run", reward_funcs=[reward_file], max_steps=3)
+    command = [sys.executable, str(ROOT / "grpo.py"), *command_line(args)]
+    with subprocess.Popen(command, stdout=-1, stderr=-1, env=environment(), cwd=tmp_path) as process:
+        process.stdout.close(), process.stderr.close()
+        assert process.wait(timeout=100) == 0
+    assert len(lines(tmp_path / "run")) == 3 and (tmp_path / "run" / "exit_status").read_text() == "0\n"
+
+
+def test_leaving_python_is_no_success(checkpoints, pictures, tmp_path):
+    """os._exit(0) in a reward function, and an earlier command's 0 in the same folder."""
+    path = tmp_path / "leaves.py"
+    path.write_text("import os\ndef leaves(prompts, completions, **columns):\n    os._exit(0)\n")
+    args = flags(checkpoints["qwen2_vl"], pictures, tmp_path / "run", reward_funcs=[f"{path}:leaves"], max_steps=3)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "exit_status").write_text("0\n")
+    done = launch(*command_line(args), cwd=tmp_path)
+    assert done.returncode == 1 and "ended without saying how" in done.stdout, done.stdout
+
+
+def resumed_groups(args):
+    run, model, *_ = grpo.start(args)
+    run.engine = grpo.start_engine(args, model, run.world, run.device)
+    run.identity = grpo.identity(run)
+    grpo.load_checkpoint(run, run.resumed)
+    return [group["weight_decay"] for group in run.engine.optimizer.param_groups]
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_changed_weight_decay_holds_after_a_resume(checkpoints, pictures, tmp_path, reward_file, stage):
+    make = functools.partial(flags, checkpoints["qwen2_vl"], pictures, tmp_path, reward_funcs=[reward_file])
+    make = functools.partial(make, save_only_model=False, zero_stage=stage)
+    run_ranks(1, run_once, make(max_steps=1))
+    again = make(max_steps=2, weight_decay=0.5, resume_from_checkpoint="true")
+    assert run_ranks(1, resumed_groups, again) == [[0.5]]
