@@ -118,9 +118,14 @@ fi
 
 # ---- Train. Rank 0, and with it exit_status, is on node 0.
 if [[ $node_rank == 0 ]]; then rm -f -- "$output/exit_status" "$output/exit_message"; fi
+sampler='' # of the GPUs; it also ends by itself, seconds after this shell
+if ((gpus > 0)) && [[ $node_rank == 0 && $draw == yes ]]; then
+  "$python" "$here/tools/monitor.py" --sample "$output" $$ & sampler=$!
+fi
 status=0
 run "${settings[@]}" "$python" -m torch.distributed.run --nnodes "$nodes" --node_rank "$node_rank" \
   --nproc_per_node "$nproc" --master_addr "$address" --master_port "$port" "$here/grpo.py" "$@" || status=$?
+if jobs -rp | grep -qx -- "$sampler"; then kill "$sampler"; fi # its number may be another's once it is gone
 if [[ $node_rank == 0 && -z $signal && -s $output/exit_status ]]; then
   written=$(<"$output/exit_status")
   if [[ $written =~ ^[0-9]+$ ]]; then status=$written; fi
