@@ -710,7 +710,19 @@ class Log:
             except OSError as error:
                 tell(f"warning: step {metrics['step']} is missing in {path} ({error}); training goes on")
         if self.wandb:
-            self.wandb.log(metrics, step=metrics["step"])
+            self.wandb.log(metrics | gpu_samples(os.path.dirname(self.paths[0])), step=metrics["step"])
+
+
+def gpu_samples(folder):
+    """The last minute's newest sample of each GPU, {"gpu/0/utilisation": 97, ...}, where tools/monitor.py samples."""
+    path, rows = os.path.join(folder, "gpus.jsonl"), []
+    if os.path.exists(path):
+        with open(path, "rb") as file:
+            file.seek(max(0, os.path.getsize(path) - 16384))
+            rows = [json.loads(line) for line in file.read().split(b"\n")[1:-1]]  # the first may lack its beginning
+    rows = [row for row in rows if time.time() - row["time"] < 60]
+    names = "utilisation", "memory_gb", "temperature", "power_w"
+    return {f"gpu/{row['gpu']}/{name}": row[name] for row in rows for name in names}
 
 
 def claim_folder(folder):

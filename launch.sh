@@ -127,8 +127,13 @@ fi
 status=0 left=$(mktemp -d) # where this launch's ranks leave their status: others may name the same output folder
 trap 'rm -rf -- "$left"' EXIT
 settings+=("GRPO_STATUS=$left")
+sampler='' # of the GPUs; it also ends by itself, seconds after this shell
+if ((gpus > 0)) && [[ $node_rank == 0 && $draw == yes ]]; then
+  "$python" "$here/tools/monitor.py" --sample "$output" $$ & sampler=$!
+fi
 run "${settings[@]}" "$python" -m torch.distributed.run --nnodes "$nodes" --node_rank "$node_rank" \
   --nproc_per_node "$nproc" --master_addr "$address" --master_port "$port" "$here/grpo.py" "$@" || status=$?
+if jobs -rp | grep -qx -- "$sampler"; then kill "$sampler"; fi # its number may be another's once it is gone
 if [[ $node_rank == 0 && -s $left/exit_status ]]; then
   written=$(<"$left/exit_status")
   if [[ -z $signal && $written =~ ^[0-9]+$ ]]; then status=$written; fi

@@ -1,41 +1,29 @@
-"""What a run did, drawn from the files that it left: `python tools/monitor.py runs/demo`.
+"""What a run and its GPUs did, from the files that they left: `python tools/monitor.py runs/demo`.
 
-It reads metrics.jsonl, completions.jsonl and run.json in the run's folder, prints where held-out accuracy started and
-ended, and writes beside them
+It reads metrics.jsonl, gpus.jsonl, completions.jsonl and run.json in the run's folder, prints where held-out accuracy
+started and ended and a verdict, numbers and a cure, on each trouble that it knows, and writes beside them
 
-- curves.png: reward, held-out IoU and accuracy, completion lengths, loss, gradient norm, entropy, seconds a phase;
-- rollouts.html: one self-contained page, true and predicted boxes drawn on the pictures, first against last step.
+- curves.png: reward, held-out IoU and accuracy, completion lengths, loss, entropy, seconds a phase, the GPUs;
+- rollouts.html: one self-contained page, true and predicted boxes drawn on the pictures (page.py).
 
-It works on a run that is still going (a last line cut short is left out) and needs neither a GPU nor the model.
-Left out: anything that would need a server. A completion is text that a model sampled, so it is shown as hostile text:
-every string on the page is escaped, every number is formatted here, and the page holds no script.
+It works on a run that is still going (a last line cut short is left out) and needs neither a GPU nor the model. Without
+a folder it is a live table of this machine's GPUs. `--sample RUN [PARENT]` writes RUN/gpus.jsonl for as long as its
+parent process lives: launch.sh has one beside a run. These two ask NVML, through nvidia-ml-py.
+Left out: anything that would need a server, and GPUs of a run's other nodes.
 """
 
-import base64
-import html
-import io
 import itertools
 import json
 import math
+import os
+import signal
+import statistics
 import sys
+import time
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-from matplotlib.ticker import MaxNLocator
-from PIL import Image
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import data
-import rewards
-
-RECORDS_SHOWN = 24  # held-out records, in the file's order: not the best ones
-GROUPS_SHOWN = 3  # training groups of the first step, and of the last
-TEXT_SHOWN = 600  # characters of a completion
-SIDE_SHOWN = 480  # pixels: larger pictures are scaled down before they go into the page
-
+from page import number, rollouts_page  # data (it loads torch) and matplotlib come later: the sampler stays small
 
 # --- Reading -----------------------------------------------------------------------------------------------------
 
@@ -75,6 +63,230 @@ def first_and_last(path):
         entry = step, list(rows)
         ends[split] = ends.get(split, (entry,))[0], entry
     return ends
+
+
+def read_samples(run):
+    """Rows of gpus.jsonl of the newest launch; none where nobody sampled."""
+    rows = list(read_jsonl(run / "gpus.jsonl")) if (run / "gpus.jsonl").exists() else []
+    return [row for row in rows if row["launch"] == rows[-1]["launch"]]
+
+
+# --- GPUs --------------------------------------------------------------------------------------------------------
+
+
+class NoGPU(Exception):
+    """There is no GPU to ask. Its text says why, and the cure."""
+
+
+def samples(interval):
+    """Yields every `interval` seconds a list with a dict for each GPU of this machine, whatever CUDA_VISIBLE_DEVICES
+    says: time (s), gpu (NVML's index), name, utilisation (%), memory_gb in use and total_gb (10^9 bytes), temperature
+    (°C), power_w; None for what a GPU cannot tell. Raises NoGPU."""
+    try:
+        import pynvml as nvml
+    except ImportError as error:
+        raise NoGPU("GPUs are not watched: pip install nvidia-ml-py") from error
+
+    def ask(function, *details):
+        try:
+            return function(*details)
+        except nvml.NVMLError_NotSupported:  # utilisation under MIG, power of some cards
+            return None
+
+    try:
+        nvml.nvmlInit()
+        handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
+    except nvml.NVMLError as error:
+        raise NoGPU(f"no NVIDIA GPU or no driver on this machine (NVML: {error})") from error
+    if not handles:
+        raise NoGPU("no NVIDIA GPU on this machine")
+    while True:
+        rows = []
+        for gpu, handle in enumerate(handles):
+            rates, power = ask(nvml.nvmlDeviceGetUtilizationRates, handle), ask(nvml.nvmlDeviceGetPowerUsage, handle)
+            memory = nvml.nvmlDeviceGetMemoryInfo(handle, nvml.nvmlMemory_v2)  # as nvidia-smi: without the reserved
+            row = {"time": time.time(), "gpu": gpu, "name": nvml.nvmlDeviceGetName(handle)}
+            row |= {"utilisation": rates and rates.gpu, "memory_gb": memory.used / 1e9, "total_gb": memory.total / 1e9}
+            row["temperature"] = ask(nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU)
+            rows.append(row | {"power_w": power and power / 1000})
+        yield rows
+        time.sleep(interval)
+
+
+def sample(run, parent):
+    """Appends the samples and the step that the run is in to gpus.jsonl until `parent` is no longer this process's
+    parent: however a launch ends, it leaves no sampler behind. The run makes the folder."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    launch = time.time()
+    for rows in samples(5):
+        if os.getppid() != parent:
+            return
+        metrics = run / "metrics.jsonl"  # one older than this launch is an earlier run's
+        lines = metrics.read_bytes().split(b"\n") if metrics.exists() and metrics.stat().st_mtime > launch else []
+        mark = {"launch": launch, "step": json.loads(lines[-2])["step"] if len(lines) > 1 else 0}
+        if run.is_dir():
+            with open(run / "gpus.jsonl", "a", encoding="utf-8") as file:
+                file.write("".join(json.dumps(mark | row) + "\n" for row in rows))
+
+
+def watch():
+    """The live table, every two seconds until Ctrl-C; once where the output is no terminal."""
+    for rows in samples(2):
+        print("\033[H\033[2J" * sys.stdout.isatty() + "GPU   busy      memory in use   heat   power   name")
+        for row in rows:
+            busy, heat, power = (number(row[name], 0) for name in ("utilisation", "temperature", "power_w"))
+            memory = f"{row['memory_gb']:6.1f} of {row['total_gb']:5.1f} GB"
+            print(f"{row['gpu']:3d}  {busy:>3} %  {memory}  {heat:>3} °C  {power:>4} W   {row['name']}", flush=True)
+        if not sys.stdout.isatty():
+            return
+
+
+# --- Verdicts ----------------------------------------------------------------------------------------------------
+# A rule takes training rows of metrics.jsonl, rows of gpus.jsonl or both and returns a verdict, its numbers and a cure,
+# or None, also where there is too little to judge by. 30 %, 10 °C and "stairs" are VLM-R1's guide to several GPUs.
+
+RECENT = 10  # the last steps that must agree on "every completion" and "no spread"
+WAITS = {  # where a GPU has nothing to do: metric, and what to do about it
+    "time/wait_data": "data: raise --num_workers, lower --max_pixels, or move the packed file to a local disk",
+    "time/reward": "the reward functions, which run on the CPU: make them faster",
+    "time/compare": "communication, for the rank whose completions are longest: more prompts a rank "
+    "(--per_device_train_batch_size) even that out",
+    "between steps": "evaluation and saving: raise --eval_steps and --save_steps",
+    "rollout and update": "communication (one GPU: launches of small kernels), since no waiting phase takes a tenth of "
+    "the time: the smallest --zero_stage that fits, more prompts a rank, `nvidia-smi topo -m` for slow links",
+}
+
+
+def known(rows, name):
+    return [value for value in column(rows, name) if math.isfinite(value)]
+
+
+def mean(rows, name):
+    return statistics.fmean(known(rows, name) or [math.nan])
+
+
+def settled(samples):
+    """{GPU: its rows}, without loading and the first steps, which compile, and without GPUs that are less than a
+    twentieth full: those are not the run's."""
+    first = min((row["step"] for row in samples if row["step"]), default=0)
+    rows = sorted((row for row in samples if row["step"] > first), key=lambda row: row["gpu"])  # stable: by time in it
+    gpus = {gpu: list(its) for gpu, its in itertools.groupby(rows, key=lambda row: row["gpu"])}
+    used = lambda its: mean(its, "memory_gb") > its[0]["total_gb"] / 20  # noqa: E731
+    return {gpu: its for gpu, its in gpus.items() if len(its) >= 20 and used(its)}
+
+
+def swinging(training, samples):
+    """90th less 10th percentile of a GPU's utilisation, and the phase that takes most of the time that it waits."""
+    spread = lambda rows: statistics.quantiles(known(rows, "utilisation") or [0, 0], n=10)[::8]  # noqa: E731
+    tenths = {gpu: spread(rows) for gpu, rows in settled(samples).items()}
+    gpu, (low, high) = max(tenths.items(), key=lambda item: item[1][1] - item[1][0], default=(0, (0, 0)))
+    if high - low <= 30:
+        return None
+    rows = settled(samples)[gpu]
+    last = next(row for row in rows if row["step"] == rows[-1]["step"])  # two samples at the start of a step
+    steps = [row for row in training if rows[0]["step"] < row["step"] <= last["step"]]
+    if len(steps) < 2:
+        return None
+    clock = (last["time"] - rows[0]["time"]) / (last["step"] - rows[0]["step"])
+    seconds = {name: mean(steps, name) for name in WAITS if known(steps, name)}
+    seconds["between steps"] = max(0.0, clock - mean(steps, "step_time"))
+    cause = max(seconds, key=seconds.get)
+    cause = cause if seconds[cause] > 0.1 * clock else "rollout and update"
+    shown = ", ".join(f"{name} {its:.2f} s" for name, its in seconds.items())
+    said = f"GPU {gpu} is between {low:.0f} and {high:.0f} % busy ({shown} of the {clock:.2f} s of a step)"
+    return f"{said}: it waits for {WAITS[cause]}"
+
+
+def climb(steps, values):
+    """(first level, last level, rise a step) of values that climb like stairs, else None. Levels are medians of eight
+    stretches. Stairs never go down, have several steps (one long completion makes one) and go on in the second half (an
+    allocator's cache fills up and stays); all together rise by 2 %."""
+    size = len(values) // 8
+    if size < 5 or steps[4 * size] == steps[-1]:
+        return None
+    levels = [statistics.median(values[i * size : (i + 1) * size]) for i in range(8)]
+    rises, total = [b - a for a, b in itertools.pairwise(levels)], levels[-1] - levels[0]
+    if total < 0.02 * levels[0] or min(rises) < -0.1 * total or max(rises) > 0.4 * total or sum(rises[4:]) < total / 4:
+        return None
+    late = slice(4 * size, None)  # the slope is that of the second half, behind the filling of caches
+    return levels[0], levels[-1], statistics.linear_regression(steps[late], values[late]).slope
+
+
+def leaking(training, samples):
+    """Memory in use of each GPU, all that NVML sees, and the peak of rank 0's tensors a step."""
+    series = {f"GPU {gpu}": (rows, "memory_gb") for gpu, rows in settled(samples).items()}
+    series["rank 0's tensors"] = [row for row in training[1:] if "peak_gb" in row], "peak_gb"
+    found = {of: climb(column(rows, "step"), column(rows, name)) for of, (rows, name) in series.items()}
+    of, stairs = max(found.items(), key=lambda item: item[1][2] if item[1] else 0)
+    if not stairs:
+        return None
+    first, last, slope = stairs
+    tokens = [mean(part, "completions/max_length") for part in (training[:20], training[-20:])]
+    return (
+        f"memory of {of} climbs in stairs, {first:.1f} to {last:.1f} GB, {1000 * slope:.1f} MB a step (the longest "
+        f"completions: {tokens[0]:.0f} to {tokens[1]:.0f} tokens): if completions do not explain it, a leak. Something "
+        "keeps a step's tensors; look for lists that grow in your reward functions, and store `.item()` there"
+    )
+
+
+def uneven(samples):
+    """Temperatures, in the second half of the samples: warming up takes minutes."""
+    late = {gpu: rows[len(rows) // 2 :] for gpu, rows in settled(samples).items() if known(rows, "temperature")}
+    heat = sorted((mean(rows, "temperature"), gpu) for gpu, rows in late.items())
+    if not heat or heat[-1][0] - heat[0][0] <= 10:
+        return None
+    low, high = (
+        f"GPU {gpu} {t:.0f} °C ({mean(late[gpu], 'power_w'):.0f} W, {mean(late[gpu], 'utilisation'):.0f} % busy)"
+        for t, gpu in (heat[0], heat[-1])
+    )
+    return (
+        f"temperatures are {heat[-1][0] - heat[0][0]:.0f} °C apart, {high} and {low}: uneven load. More prompts a rank "
+        "(--per_device_train_batch_size) even it out; look for another process in nvidia-smi; where the power is the "
+        "same, it is the cooling"
+    )
+
+
+def clipped(training):
+    """Every completion reaches --max_completion_length."""
+    last = training[-RECENT:]
+    shares = known(last, "completions/clipped_ratio")
+    if len(shares) < RECENT or min(shares) < 0.99:
+        return None
+    return (
+        f"every completion of the last {RECENT} steps was cut, at {mean(last, 'completions/max_length'):.0f} tokens: "
+        "raise --max_completion_length or ask for shorter answers; a base model that never stops needs supervised steps"
+    )
+
+
+def without_spread(training):
+    """Nearly all groups score the same throughout: their advantages are 0."""
+    last = training[-RECENT:]
+    share = mean(last, "frac_reward_zero_std")
+    if len(known(last, "frac_reward_zero_std")) < RECENT or share < 0.95:
+        return None
+    return (
+        f"no reward spread in {share:.0%} of the last {RECENT} steps' groups: they teach nothing (reward "
+        f"{mean(last, 'reward'):.2f}, {mean(last, 'parse_failure_rate'):.0%} without a box). At the best reward the "
+        "task is learned; at the worst train the format first; else raise --temperature or --num_generations"
+    )
+
+
+def not_finite(training):
+    """NaN or infinity in any metric; one that is missing or null was not measured."""
+    values = [(row["step"], name, value) for row in training for name, value in row.items() if isinstance(value, float)]
+    found = [entry for entry in values if not math.isfinite(entry[2])]
+    if not found:
+        return None
+    step, name, value = found[0]
+    return (
+        f"{name} is {value} in step {step}, the first of {len(found)} values that are not finite: go on from a "
+        "checkpoint before it, with a lower --learning_rate or --max_grad_norm; or mend the reward function"
+    )
+
+
+def verdicts(training, samples):
+    of_gpus = swinging(training, samples), leaking(training, samples), uneven(samples)
+    return [said for said in (*of_gpus, clipped(training), without_spread(training), not_finite(training)) if said]
 
 
 # --- Curves ------------------------------------------------------------------------------------------------------
@@ -123,10 +335,19 @@ def draw_phases(axis, rows):
         axis.legend(frameon=False, loc="upper left", ncols=3)
 
 
-def draw_curves(training, evaluation, title, path):
-    """Nine small panels over the same steps."""
+GPU_PANELS = ("GPUs busy, %", "utilisation"), ("GPU memory, GB", "memory_gb"), ("GPU temperature, °C", "temperature")
+
+
+def draw_curves(training, evaluation, samples, title, path):
+    """Nine small panels over the same steps, and three of the GPUs where there are samples."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
     plt.rcParams.update({"font.size": 9, "axes.titlesize": 10, "axes.titleweight": "bold", "legend.fontsize": 8})
-    figure, axes = plt.subplots(3, 3, figsize=(13, 8.4), sharex=True, layout="constrained")
+    count = 4 if samples else 3  # rows of panels
+    figure, axes = plt.subplots(count, 3, figsize=(13, 2.8 * count), sharex=True, layout="constrained")
     names = sorted({n for row in training for n in row if n.startswith("rewards/") and n.endswith("/mean")})
     parts = [
         (n, n.split("/", 1)[1].removesuffix("/mean"), c) for n, c in zip(names, itertools.cycle([BLUE, ORANGE, GREEN]))
@@ -145,6 +366,7 @@ def draw_curves(training, evaluation, title, path):
         ("Loss: 0 up to rounding with one update a rollout", [("loss", "loss", BLUE)]),
         ("Gradient norm, before clipping", [("grad_norm", "grad norm", ORANGE)]),
         ("Seconds a phase", None),
+        *((title, None) for title, _ in GPU_PANELS[: 3 * (count - 3)]),
     ]
     for axis, (name, series) in zip(axes.flat, panels, strict=True):
         axis.set_title(name, loc="left")
@@ -165,146 +387,19 @@ def draw_curves(training, evaluation, title, path):
     axes[2, 0].yaxis.get_offset_text().set_position((-0.14, 0))
     axes[2, 1].set_ylim(bottom=0)
     draw_phases(axes[2, 2], training)
-    for axis in axes[2]:
+    for axis, (_, name) in zip(axes[3] if samples else (), GPU_PANELS, strict=False):
+        for gpu in sorted({row["gpu"] for row in samples}):
+            rows = [row for row in samples if row["gpu"] == gpu]
+            axis.plot(column(rows, "step"), column(rows, name), linewidth=0.9, label=f"{gpu}")
+        axis.set_ylim(bottom=0)
+    if samples:
+        axes[3, 1].legend(frameon=False, ncols=4, handlelength=1, loc="lower right")
+    for axis in axes[-1]:
         axis.set_xlabel("step")
-        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axis.xaxis.get_major_locator().set_params(integer=True)
     figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold")
     figure.savefig(path, dpi=110)
     plt.close(figure)
-
-
-# --- Rollouts ----------------------------------------------------------------------------------------------------
-
-STYLE = """
-:root { color-scheme: light dark; --ink: #1d2733; --soft: #5d6b7a; --line: #d8dee6; --page: #fff; --panel: #f3f6f9;
-  --true: #19c25f; --start: #ff9a3d; --up: #3b9cff; --down: #ff5a52; }
-@media (prefers-color-scheme: dark) {
-  :root { --ink: #e4e9ef; --soft: #9aa7b5; --line: #37424f; --page: #14191f; --panel: #1f2730; } }
-body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--page); max-width: 1120px;
-  margin: 0 auto; padding: 24px; overflow-wrap: anywhere; }
-h1 { font-size: 24px; margin: 0; } h2 { font-size: 18px; margin: 36px 0 4px; } p { margin: 4px 0 12px; }
-p, dt, th, figcaption { color: var(--soft); } b { color: var(--ink); font-weight: 600; }
-dl { display: flex; flex-wrap: wrap; gap: 8px; } dt { font-size: 12px; } dd { margin: 0; font-weight: 600; }
-dl div { background: var(--panel); border-radius: 8px; padding: 8px 14px; }
-.cards { display: grid; grid-template-columns: repeat(auto-fill, minmax(160px, 1fr)); gap: 16px; }
-.group { display: flex; flex-wrap: wrap; gap: 20px; padding: 16px 0; border-top: 1px solid var(--line); }
-.group figure { flex: 0 0 220px; } .group div { flex: 1 1 420px; overflow-x: auto; }
-figure { margin: 0; } figcaption { font-size: 13px; margin-top: 4px; }
-svg { display: block; width: 100%; height: auto; border-radius: 4px; background: #808080; }
-rect { fill: none; stroke-width: 2.5px; vector-effect: non-scaling-stroke; } g { filter: drop-shadow(0 0 .4px #000); }
-.true { stroke: var(--true); stroke-width: 5px; } .start { stroke: var(--start); stroke-dasharray: 6 4; }
-.up { stroke: var(--up); } .down { stroke: var(--down); stroke-width: 1.5px; }
-i { display: inline-block; width: 20px; margin: 0 5px 3px 14px; border-top: 4px solid; }
-table { border-collapse: collapse; width: 100%; font-size: 13px; font-variant-numeric: tabular-nums; }
-th, td { text-align: right; padding: 2px 14px 2px 0; vertical-align: top; font-weight: 400; overflow-wrap: normal; }
-td { border-top: 1px solid var(--line); } th:last-child, td:last-child { text-align: left; width: 90%; }
-td:last-child { white-space: pre-wrap; font-family: ui-monospace, monospace; overflow-wrap: anywhere; }
-"""
-
-
-def escape(value):
-    return html.escape(str(value), quote=True)
-
-
-def data_uri(encoded):
-    """Image bytes as a data URI, decoded and encoded anew: the browser gets no bytes from the data set, and no EXIF
-    rotation (boxes belong to the stored pixels)."""
-    picture = Image.open(io.BytesIO(encoded)).convert("RGB")
-    picture.thumbnail((SIDE_SHOWN, SIDE_SHOWN))
-    buffer = io.BytesIO()
-    picture.save(buffer, "PNG" if max(picture.size) <= 128 else "JPEG", quality=85)
-    kind = "png" if max(picture.size) <= 128 else "jpeg"
-    return f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}"
-
-
-def rectangle(box, size, scale, kind):
-    """An SVG rectangle, or nothing without a box; `scale` takes it from the model's pixels to the picture's."""
-    if box is None:
-        return ""
-    limits = (size[0], size[1]) * 2
-    # A sampled number may be 1e300: keep what lies outside the picture just outside it.
-    x1, y1, x2, y2 = (min(max(v * s, -0.1 * m), 1.1 * m) for v, s, m in zip(box, scale * 2, limits, strict=True))
-    if x2 <= x1 or y2 <= y1:
-        return ""
-    return f'<rect class="{kind}" x="{x1:.2f}" y="{y1:.2f}" width="{x2 - x1:.2f}" height="{y2 - y1:.2f}"/>'
-
-
-def true_box(row):
-    solution = row["solution"]
-    return rewards.parse_box(solution if isinstance(solution, str) else json.dumps(solution))
-
-
-def picture(row, packed, predictions):
-    """The record's picture as SVG with the true box and `predictions`, a list of (completion row, CSS class)."""
-    if row["image_size"] is None:  # a record of text alone
-        return ""
-    width, height = row["image_size"]
-    shown = ""
-    if packed is not None:
-        href = data_uri(packed[row["record"]]["images"][0])
-        shown = f'<image href="{href}" width="{width:d}" height="{height:d}" preserveAspectRatio="none"/>'
-    boxes = rectangle(true_box(row), (width, height), (1, 1), "true")
-    for other, kind in predictions:
-        scale = width / other["model_size"][0], height / other["model_size"][1]
-        boxes += rectangle(rewards.parse_box(other["completion"]), (width, height), scale, kind)
-    return f'<svg viewBox="0 0 {width:d} {height:d}" role="img">{shown}<g>{boxes}</g></svg>'
-
-
-def number(value, digits=2):
-    return "–" if value is None else f"{value:.{digits}f}"
-
-
-def held_out_cards(first, last, packed):
-    """The same held-out records where GRPO started and at the last evaluation."""
-    before = {row["record"]: row for row in first[1]}
-    cards = []
-    for row in last[1][:RECORDS_SHOWN]:
-        start = before.get(row["record"])
-        drawn = ([(start, "start")] if start else []) + [(row, "up")]
-        then = number(start["rewards"].get("accuracy")) if start else "–"
-        now = number(row["rewards"].get("accuracy"))
-        cards.append(
-            f"<figure>{picture(row, packed, drawn)}<figcaption><b>{escape(row['prompt'])}</b><br>"
-            f"IoU {then} → <b>{now}</b></figcaption></figure>"
-        )
-    return f'<div class="cards">{"".join(cards)}</div>'
-
-
-def group_block(rows, packed):
-    """One prompt with its group of completions, best first."""
-    rows = sorted(rows, key=lambda row: -(row["advantage"] or 0.0))
-    names = list(rows[0]["rewards"])
-    head = "".join(f"<th>{escape(name)}</th>" for name in [*names, "advantage", "completion"])
-    body = ""
-    for row in rows:
-        values = [number(row["rewards"].get(name)) for name in names]
-        text = row["completion"][:TEXT_SHOWN] + ("…" if len(row["completion"]) > TEXT_SHOWN or row["truncated"] else "")
-        cells = [*values, "–" if row["advantage"] is None else f"{row['advantage']:+.2f}", escape(text)]
-        body += f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
-    drawn = [(row, "up" if (row["advantage"] or 0) > 0 else "down") for row in rows]
-    return (
-        f'<div class="group"><figure>{picture(rows[0], packed, drawn)}<figcaption><b>{escape(rows[0]["prompt"])}</b>'
-        f"</figcaption></figure><div><table><tr>{head}</tr>{body}</table></div></div>"
-    )
-
-
-def rollouts_page(title, facts, ends, packed):
-    """The page as a string. `facts`: (name, value) pairs for its head; `ends`: first_and_last's dict."""
-    key = '<i style="border-color: var(--{})"></i>{}'.format
-    body = f"<h1>{escape(title)}</h1><dl>"
-    body += "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in facts) + "</dl>"
-    if "eval" in ends:
-        first, last = ends["eval"]
-        legend = key("true", "true box") + key("start", f"step {first[0]:d}") + key("up", f"step {last[0]:d}")
-        body += f"<h2>Held-out records, before and after</h2><p>Greedy answers, in the order of the file: {legend}</p>"
-        body += held_out_cards(first, last, packed)
-    for step, rows in dict(ends.get("train", ())).items():  # a dict, because the first step may be the last
-        legend = key("true", "true box") + key("up", "advantage above 0") + key("down", "0 or below")
-        body += f"<h2>Training groups of step {step:d}</h2><p>One prompt and its sampled completions: {legend}</p>"
-        groups = [list(group) for _, group in itertools.groupby(rows, key=lambda row: row["record"])]
-        body += "".join(group_block(group, packed) for group in groups[:GROUPS_SHOWN])
-    meta = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
-    return f"<!doctype html><html lang=en>{meta}<title>{escape(title)}</title><style>{STYLE}</style>{body}</html>\n"
 
 
 # --- The command -------------------------------------------------------------------------------------------------
@@ -332,21 +427,45 @@ def describe(training, evaluation, args):
 
 
 def main(argv):
-    if len(argv) != 1:
-        print("usage: python tools/monitor.py RUN    (RUN: a run's folder, the one with metrics.jsonl)")
+    try:
+        match argv:
+            case []:
+                return watch()
+            case ["--sample", folder, *parent]:
+                return sample(Path(folder), int(parent[0]) if parent else os.getppid())
+            case [folder] if not folder.startswith("-"):
+                return report(Path(folder))
+    except KeyboardInterrupt:
+        return 0
+    except NoGPU as error:
+        print(f"monitor.py: {error}", file=sys.stderr)
         return 2
-    run = Path(argv[0])
+    print("usage: python tools/monitor.py [RUN | --sample RUN [PARENT]]    (RUN: a run's folder, with metrics.jsonl)")
+    return 2
+
+
+def report(run):
+    import data
+
     if not (run / "metrics.jsonl").exists():
         print(f"{run}: no metrics.jsonl here; give the --output_dir of a run of grpo.py")
         return 2
     settings = json.loads((run / "run.json").read_text(encoding="utf-8")) if (run / "run.json").exists() else {}
     args = settings.get("args", {})
-    training, evaluation = read_metrics(run)
+    (training, evaluation), samples = read_metrics(run), read_samples(run)
     title = f"GRPO run {args.get('run_name') or run.resolve().name}"
     facts = describe(training, evaluation, args)
     for name, value in facts:
         print(f"{name}: {value}")
-    draw_curves(training, evaluation, title, run / "curves.png")
+    found = verdicts(training, samples)
+    for said in found:
+        print(f"VERDICT: {said}")
+    judged = settled(samples)
+    print(
+        f"verdicts: {len(found) or 'none'}, from {len(training)} steps and {sum(map(len, judged.values()))} samples of "
+        f"{len(judged)} GPUs" + ("" if judged else " (gpus.jsonl is absent or short, or the GPUs stand empty)")
+    )
+    draw_curves(training, evaluation, samples, title, run / "curves.png")
     print(f"wrote {run / 'curves.png'}")
     if (run / "completions.jsonl").exists():
         packed = None
