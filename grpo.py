@@ -1216,7 +1216,7 @@ class Arguments:
     eval_only: bool = field(default=False, metadata={"help": "evaluate the model and stop"})
 
     def __post_init__(self):
-        self.output_dir = os.path.abspath(self.output_dir or os.path.join("runs", self.run_name))  # whoever changes it
+        self.output_dir = self.output_dir or os.path.join("runs", self.run_name)
         self.data_seed = self.seed if self.data_seed is None else self.data_seed
         if self.torch_dtype == "auto":
             self.torch_dtype = "bfloat16" if self.bf16 else "float32"
@@ -1413,7 +1413,7 @@ def output_folder(words):
     parser.add_argument("--output_dir", "--output-dir")
     parser.add_argument("--run_name", "--run-name", default="grpo")
     known, _ = parser.parse_known_args(words)
-    return os.path.abspath(known.output_dir or os.path.join("runs", known.run_name))
+    return known.output_dir or os.path.join("runs", known.run_name)
 
 
 if __name__ == "__main__":
