@@ -341,8 +341,10 @@ def varlen_attention(attention, q, k, v, cu_q, cu_k, max_q, max_k, scaling, caus
     for s in range(len(cu_q) - 1):
         parts = q[cu_q[s] : cu_q[s + 1]], k[cu_k[s] : cu_k[s + 1]], v[cu_k[s] : cu_k[s + 1]]
         sq, sk, sv = (x.transpose(0, 1) for x in parts)  # (T, heads, D) -> (heads, T, D)
-        full = torch.ones(sq.shape[1], sk.shape[1], dtype=torch.bool, device=q.device)
-        mask = full.tril(sk.shape[1] - sq.shape[1]) if causal else None
+        mask = None
+        if causal:
+            shape = sq.shape[1], sk.shape[1]
+            mask = torch.ones(shape, dtype=torch.bool, device=q.device).tril(shape[1] - shape[0])
         outputs.append(masked_attention(attention, sq, sk, sv, mask, scaling).transpose(0, 1))
     return torch.cat(outputs)
 

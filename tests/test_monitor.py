@@ -18,7 +18,7 @@ from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 import monitor
-from test_launch import environment, processes_with, until
+from test_launch import environment, launch, processes_with, until
 from test_run import flags, pictures, run_once  # noqa: F401, a fixture
 
 import grpo
@@ -302,15 +302,7 @@ def test_launch_starts_a_sampler_where_a_gpu_is_and_ends_it(tmp_path, nvml):
     words = ["--model_name_or_path", "/no such folder", "--output_dir", str(run), "--data_file_paths", "a.jsonl"]
     words += ["--image_folders", "."]
     variables = {"PYTHON": str(tmp_path / "python"), "PYTHONPATH": nvml, "NPROC": "1", "DS_ACCELERATOR": "cpu"}
-    done = subprocess.run(
-        ["bash", ROOT / "launch.sh", *words],
-        cwd=tmp_path,
-        env=environment(**variables),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=120,
-    )
+    done = launch(*words, cwd=tmp_path, **variables)
     assert done.returncode == 2 and "Terminated" not in done.stdout, done.stdout
     assert [row["gpu"] for row in monitor.read_samples(run)][:2] == [0, 1]
     until(lambda: not [words for words in processes_with(str(run)) if "--sample" in words], seconds=10)

@@ -26,7 +26,7 @@ import pytest
 import torch
 from test_launch import ROOT, environment, launch, processes_with, until
 from test_run import flags, lines, pictures, reward_file, run_once
-from test_update import G, arguments, fixed_step
+from test_update import arguments, fixed_step, rank_batch
 
 import grpo
 import model as M
@@ -50,12 +50,7 @@ def train_fixed(folder, out, world, spoilt, steps, **flags):
         prompts, tokens, mask, scores = fixed_step(model, processor, run.step)
         for i, prompt in enumerate(prompts):
             prompt["record"] = 100 + i
-        B = len(prompts) // world
-        mine = slice(rank * B * G, (rank + 1) * B * G)
-        batch = {"prompts": prompts[rank * B : (rank + 1) * B], "tokens": tokens[mine], "mask": mask[mine]}
-        batch |= {"lengths": mask[mine].sum(1).tolist(), "truncated": [False] * (B * G), "texts": [""] * (B * G)}
-        batch |= {"rewards": scores[mine].tolist(), "scores": {"r": scores[mine].tolist()}}
-        batch |= {"sampler_logps": torch.zeros(B * G, 10), "decoding": {}}
+        batch = rank_batch(prompts, tokens, mask, scores, rank, world)
         everyone = grpo.compare_phase(run, batch)
         if run.step in spoilt and rank == world - 1:
             batch["advantages"][-1] = math.nan

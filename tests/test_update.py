@@ -35,6 +35,16 @@ def fixed_step(model, processor, step):
     return prompts, tokens.masked_fill(~mask, 0), mask, torch.rand(N, generator=generator)
 
 
+def rank_batch(prompts, tokens, mask, scores, rank, world):
+    """A rank's share of a fixed step, as the phases before compare_phase would leave it."""
+    B = len(prompts) // world
+    mine = slice(rank * B * G, (rank + 1) * B * G)
+    batch = {"prompts": prompts[rank * B : (rank + 1) * B], "tokens": tokens[mine], "mask": mask[mine]}
+    batch |= {"lengths": mask[mine].sum(1).tolist(), "truncated": [False] * (B * G), "texts": [""] * (B * G)}
+    batch |= {"rewards": scores[mine].tolist(), "scores": {"r": scores[mine].tolist()}}
+    return batch | {"sampler_logps": torch.zeros(B * G, 10), "decoding": {}}
+
+
 def train_fixed(folder, out, world, **flags):
     """STEPS updates through grpo's own phases; returns the weights and the metrics of every step."""
     args = arguments(folder, out, per_device_train_batch_size=16 // world, **flags)
@@ -48,13 +58,7 @@ def train_fixed(folder, out, world, **flags):
     for run.step in range(STEPS):
         with M.gathered(run.engine):  # a rollout lies between two updates
             pass
-        prompts, tokens, mask, scores = fixed_step(model, processor, run.step)
-        B = len(prompts) // world
-        mine = slice(rank * B * G, (rank + 1) * B * G)
-        batch = {"prompts": prompts[rank * B : (rank + 1) * B], "tokens": tokens[mine], "mask": mask[mine]}
-        batch |= {"lengths": mask[mine].sum(1).tolist(), "truncated": [False] * (B * G), "texts": [""] * (B * G)}
-        batch |= {"rewards": scores[mine].tolist(), "scores": {"r": scores[mine].tolist()}}
-        batch |= {"sampler_logps": torch.zeros(B * G, 10), "decoding": {}}
+        batch = rank_batch(*fixed_step(model, processor, run.step), rank, world)
         everyone = grpo.compare_phase(run, batch)
         metrics.append(grpo.update_phase(run, batch, everyone))
     if args.zero_stage == 3 and args.max_tokens_per_forward == 4096:
