@@ -437,28 +437,29 @@ def step_metrics(run, everyone, learned, times):
     metrics |= {"completions/clipped_ratio": float(cut.mean()), "parse_failure_rate": float(np.mean(flat("unparsed")))}
     metrics |= learned | {"num_tokens": run.num_tokens, "step_time": sum(times.values())}
     metrics |= {f"time/{name}": seconds for name, seconds in times.items()}
-    trained, mu = (sum(flat("trained")), sum(flat("prompts")), sum(flat("patches"))), run.args.num_iterations
+    trained, prompts, mu = sum(flat("trained")), sum(flat("prompts")), run.args.num_iterations
     metrics["tokens_per_second/generated"] = int(lengths.sum()) / times["rollout"]
-    metrics["tokens_per_second/trained"] = mu * (trained[0] + trained[1]) / times["update"]
+    metrics["tokens_per_second/trained"] = mu * (trained + prompts) / times["update"]
     if run.device.type == "cuda":
         read = sum(rank["decoding"]["bytes"] / rank["decoding"]["seconds"] for rank in everyone) / run.world
-        metrics["decode/bandwidth_share"] = read / run.ceilings["bytes"]
-        operations = mu * modeling.training_operations(run.sizes, *trained) / run.world
-        metrics["update/matrix_share"] = operations / times["update"] / run.ceilings["operations"]
+        metrics["decode/bandwidth_share"] = read / run.ceilings["bytes_per_s"]
+        forward = modeling.forward_operations(run.sizes, trained + prompts, trained, sum(flat("patches")))
+        operations = mu * 3 * forward / run.world  # recomputing activations is no progress: not counted
+        metrics["update/matrix_share"] = operations / times["update"] / run.ceilings["flops"]
         metrics["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
         torch.cuda.reset_peak_memory_stats()
     return metrics
 
 
-def measure_ceilings(device):
-    """The GPU's bytes a second in a copy and operations a second in a bf16 matrix product, best of 5: what the shares
-    in the metrics are of. Takes 0.1 s and 1.2 GB, given back."""
-    a, b = torch.empty(2, 8192 * 8192 * 4, device=device, dtype=torch.bfloat16)
-    square = a[: 8192 * 8192].view(8192, 8192).normal_()
+def measure_ceilings(device, side=8192):
+    """Bytes a second of a copy (read and written) and operations a second of a bf16 matrix product of `side`, best of
+    5: what the shares in the metrics are of. On a GPU 0.1 s and 1.2 GB, given back."""
+    a, b = torch.empty(2, side * side * 4, device=device, dtype=torch.bfloat16)
+    square = a[: side * side].view(side, side).normal_()
 
     best = lambda f: min(Timer("f()", globals={"f": f}).timeit(1).mean for _ in range(6))  # noqa: E731  waits for the GPU
     copied, product = best(functools.partial(b.copy_, a)), best(functools.partial(torch.mm, square, square))
-    found = {"bytes": 2 * a.nbytes / copied, "operations": 2 * 8192**3 / product}
+    found = {"bytes_per_s": 2 * a.nbytes / copied, "flops": 2 * side**3 / product}
     del a, b, square
     torch.cuda.empty_cache()
     return found

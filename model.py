@@ -136,16 +136,19 @@ def load_policy(
 
 
 def weight_counts(model):
-    """How many numbers a token meets on its way: in the decoder's layers, the head, and the vision tower (a patch)."""
-    parts = {"layers": model.model.language_model.layers, "head": model.lm_head, "vision": model.model.visual.blocks}
-    return {name: sum(parameter.numel() for parameter in part.parameters()) for name, part in parts.items()}
+    """Weights that a token is multiplied with: in the decoder's blocks, the head and, a patch, the vision tower, whose
+    mergers run once for merge x merge patches."""
+    matrices = lambda module: sum(p.numel() for p in module.parameters() if p.ndim > 1)  # noqa: E731
+    tower = model.model.visual
+    mergers = [tower.merger, *getattr(tower, "deepstack_merger_list", [])]
+    vision = matrices(tower.patch_embed) + matrices(tower.blocks)
+    vision += sum(map(matrices, mergers)) / tower.spatial_merge_size**2
+    return {"blocks": matrices(model.model.language_model.layers), "head": matrices(model.lm_head), "vision": vision}
 
 
-def training_operations(sizes, completion_tokens, prompt_tokens, patches):
-    """Operations of a forward and backward over packed rows: 2 a weight and token forward, 4 backward. Recomputation is
-    not counted (it is no progress), nor are the products inside attention."""
-    layers = sizes["layers"] * (completion_tokens + prompt_tokens)
-    return 6 * (layers + sizes["head"] * completion_tokens + sizes["vision"] * patches)
+def forward_operations(sizes, tokens, head_tokens, patches):
+    """2 a weight and token, without the products inside attention. A backward takes twice as many."""
+    return 2 * (sizes["blocks"] * tokens + sizes["head"] * head_tokens + sizes["vision"] * patches)
 
 
 def eos_token_ids(model, tokenizer):

@@ -25,7 +25,7 @@ token's keys and values. Each completion is charged with reading its own context
 `decode_shared` counts a group's prompt once (0.41 s), as rollout.py reads it. ratio_to_floor divides by
 decode + prefill + update + optimizer.
 
-Not measured: more than one GPU, vLLM.
+Not measured here: several GPUs (bench/zero.py), vLLM.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import work
 
 import data
+import grpo
 import model as modeling
 
 transformers.utils.logging.disable_progress_bar()
@@ -67,9 +68,10 @@ ROWS = {  # name -> flags of grpo.py
 PHASES = {"wait_data": "#999999", "rollout": "#4477aa", "reward": "#ccbb44", "compare": "#228833", "update": "#ee6677"}
 PEER_BATCH = 16  # completions in one of TRL's forwards: the largest power of two that was tried
 ROW_SECONDS = 240  # a row that takes longer is stopped
+STOP_SECONDS = 40  # torchrun gives its ranks 30 s
 
 
-# --- What the three scripts share ----------------------------------------------------------------------------------
+# --- What the scripts share ----------------------------------------------------------------------------------
 
 
 def synchronize():
@@ -122,17 +124,11 @@ def write(path, meta, rows):
 
 
 def ceilings():
-    """Bytes a second of a copy (read and written) and operations a second of a bf16 matrix product: medians of 10."""
+    """What grpo.py's shares are of, printed."""
     gpu = torch.cuda.is_available()
-    device, count, side = ("cuda", 2**31, 8192) if gpu else ("cpu", 2**24, 256)
-    source = torch.ones(count, dtype=torch.bfloat16, device=device)
-    target, a = torch.empty_like(source), torch.randn(side, side, device=device).bfloat16()
-    copying = statistics.median([seconds(lambda: target.copy_(source)) for _ in range(13)][3:])
-    product = statistics.median([seconds(lambda: a @ a) for _ in range(13)][3:])
-    found = {"bytes_per_s": 4 * count / copying, "flops": 2 * side**3 / product}
-    print(
-        f"ceilings: copy {found['bytes_per_s'] / 1e12:.2f} TB/s, matrix {found['flops'] / 1e12:.0f} TFLOP/s", flush=True
-    )
+    found = grpo.measure_ceilings("cuda" if gpu else "cpu", side=8192 if gpu else 256)
+    copied, product = found["bytes_per_s"] / 1e12, found["flops"] / 1e12
+    print(f"ceilings: copy {copied:.2f} TB/s, matrix {product:.0f} TFLOP/s", flush=True)
     return found
 
 
@@ -142,18 +138,12 @@ def sizes(path):
     with torch.device("meta"):
         model = getattr(transformers, modeling.FAMILIES[config.model_type][0])(config)
     model.tie_weights()
-    text, tower = config.text_config, model.model.visual
-    matrices = lambda module: sum(p.numel() for p in module.parameters() if p.ndim > 1)  # noqa: E731
-    merged, head_dim = matrices(tower.merger), model.model.language_model.layers[0].self_attn.head_dim
+    attention = [layer.self_attn for layer in model.model.language_model.layers]
     itemsize = 2 if torch.cuda.is_available() else 4  # these scripts run in float32 on a CPU
-    return {
+    return modeling.weight_counts(model) | {
         "parameters": sum(p.numel() for p in model.parameters()),
-        "blocks": matrices(model.model.language_model.layers),
-        "head": model.lm_head.weight.numel(),
-        # per patch: the merger runs once for merge x merge patches
-        "vision": matrices(tower) - merged + merged / config.vision_config.spatial_merge_size**2,
         "itemsize": itemsize,
-        "kv": 2 * itemsize * text.num_hidden_layers * text.num_key_value_heads * head_dim,
+        "kv": 2 * itemsize * sum(a.k_proj.out_features for a in attention),
     }
 
 
@@ -162,10 +152,6 @@ def decode_bytes(size, rows, prompts, context, own):
     reads for itself, or (shared) its group once. -> (classical, shared)"""
     weights = size["itemsize"] * (size["blocks"] + size["head"])
     return tuple(weights + size["kv"] * (readers * context + rows * own) for readers in (rows, prompts))
-
-
-def forward_flops(size, tokens, head_tokens, patches):
-    return 2 * (size["blocks"] * tokens + size["head"] * head_tokens + size["vision"] * patches)
 
 
 def open_work(folder, tokenizer=None):
@@ -188,9 +174,9 @@ def load_of(size, task):
     B, G, R, P, V = (task[name] for name in ("prompts", "generations", "length", "prompt_tokens", "patches"))
     classical, shared = decode_bytes(size, B * G, B, P, R / 2)
     return {
-        "update_flops": 3 * forward_flops(size, B * (P + G * R), B * G * R, B * V),
-        "update_flops_repeated": 3 * forward_flops(size, B * G * (P + R), B * G * R, B * G * V),
-        "prefill_flops": forward_flops(size, B * P, 0, B * V),
+        "update_flops": 3 * modeling.forward_operations(size, B * (P + G * R), B * G * R, B * V),
+        "update_flops_repeated": 3 * modeling.forward_operations(size, B * G * (P + R), B * G * R, B * G * V),
+        "prefill_flops": modeling.forward_operations(size, B * P, 0, B * V),
         "decode_bytes": R * classical,
         "decode_bytes_shared": R * shared,
         "optimizer_bytes": 30 * size["parameters"],
@@ -210,16 +196,22 @@ def floors(load, ceiling):
     return found | {"sum": sum(found.values())} | apart
 
 
-def follow(name, command, folder):
+def launcher(world):
+    """What starts a script on `world` GPUs: Python, or torchrun's command."""
+    if world == 1:
+        return [sys.executable]
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", f"{world}"]
+
+
+def follow(name, command, folder, world=1):
     """Run a command that writes folder/metrics.jsonl, saying each step as it comes: (a dict a step, error or None)."""
-    metrics, log, steps, began = (
-        os.path.join(folder, "metrics.jsonl"),
-        os.path.join(folder, "log"),
-        [],
-        time.monotonic(),
-    )
-    one_gpu = os.environ | {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
-    options = {"stderr": subprocess.STDOUT, "cwd": ROOT, "env": one_gpu}  # TRL stops where it sees several
+    metrics, log = os.path.join(folder, "metrics.jsonl"), os.path.join(folder, "log")
+    steps, began = [], time.monotonic()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(world)))).split(",")
+    # One process that sees several GPUs would spread TRL's batch over them. NVLink's multicast is off: it can put a
+    # host's GPUs, which others may share, out of service.
+    settings = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(visible[:world]), "NCCL_NVLS_ENABLE": "0"}
+    options = {"stderr": subprocess.STDOUT, "cwd": ROOT, "env": settings}
     with open(log, "w") as out, subprocess.Popen(command, stdout=out, **options) as process:
         try:
             running = True
@@ -236,6 +228,9 @@ def follow(name, command, folder):
                     return steps, f"stopped after {ROW_SECONDS} s"
                 time.sleep(0.2 if running else 0)
         finally:
+            process.terminate()  # torchrun ends its ranks, which it would leave behind if it was killed
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(STOP_SECONDS)
             process.kill()
     if process.returncode:
         with open(log, errors="replace") as file:
@@ -288,27 +283,31 @@ def our_command(args, model, folder, flags):
     return command + flags
 
 
-def peer_command(args, folder):
-    command = [sys.executable, os.path.abspath(__file__), "--run-peer", "--work", args.work]
+def peer_command(args, folder, world=1, deepspeed=()):
+    command = [*launcher(world), os.path.abspath(__file__), "--run-peer", "--work", args.work]
     for name in ("prompts", "generations", "length"):
         command += [f"--{name}", f"{getattr(args, name)}"]
-    return command + ["--steps", f"{min(args.steps, 3)}", "--output", os.path.join(folder, "metrics.jsonl")]
+    command += ["--steps", f"{min(args.steps, 3)}", "--output", os.path.join(folder, "metrics.jsonl")]
+    return [*command, *deepspeed]
 
 
 # --- The peer ------------------------------------------------------------------------------------------------------
 
 
 def run_peer(args):
-    """TRL's GRPOTrainer on the same work, as its user sets it up for one GPU: transformers' generate, flash-attn if it
-    is there, gradient checkpointing. The weights are loaded in bf16 and AdamW runs on them in bf16, without float32
-    masters as this project keeps them: less memory and traffic, so an advantage in this comparison. Its step is
-    timed from on_step_begin to on_step_end, which leaves out reading the data."""
+    """TRL's GRPOTrainer on the same work, as its user sets it up: transformers' generate, flash-attn if it is there,
+    gradient checkpointing; under torchrun DDP or --deepspeed's JSON, with --prompts a rank. The weights are loaded in
+    bf16 and, but for DeepSpeed, AdamW runs on them in bf16, without float32 masters as this project keeps them: less
+    memory and traffic, so an advantage in this comparison. Its step is timed from on_step_begin to on_step_end, which
+    leaves out reading the data."""
     import datasets
     from transformers import Qwen2_5_VLProcessor, Qwen2VLVideoProcessor, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
     path, dataset = open_work(args.work)
-    gpu, total = torch.cuda.is_available(), args.prompts * args.generations
+    gpu, total, world = torch.cuda.is_available(), args.prompts * args.generations, int(os.environ.get("WORLD_SIZE", 1))
+    if not gpu:
+        os.environ["DS_ACCELERATOR"] = "cpu"
     dtype = "bfloat16" if gpu else "float32"
     attention, _ = modeling.select_attention("auto", "cuda" if gpu else "cpu", getattr(torch, dtype))
     # From parts, because the folder names no processor class; the video processor, never used, is asked for.
@@ -317,7 +316,7 @@ def run_peer(args):
     images = parts.image_processor
     processor = Qwen2_5_VLProcessor(images, parts.tokenizer, Qwen2VLVideoProcessor(), chat_template=parts.chat_template)
     records = []
-    for i in range(min(len(dataset), args.steps * args.prompts)):
+    for i in range(min(len(dataset), args.steps * args.prompts * world)):
         question = data.QUESTION_TEMPLATE.replace("{Question}", dataset[i]["problem"])
         picture = data.decode_image(dataset[i]["images"][0])
         records.append({"prompt": [{"role": "user", "content": question}], "image": picture})
@@ -331,6 +330,7 @@ def run_peer(args):
         model_init_kwargs={"dtype": dtype, "attn_implementation": attention, "device_map": None},
         bf16=gpu,
         use_cpu=not gpu,
+        deepspeed=args.deepspeed,
         gradient_checkpointing=True,
         per_device_train_batch_size=batch,
         gradient_accumulation_steps=total // batch,
@@ -363,12 +363,15 @@ def run_peer(args):
 
         def on_step_end(self, _, state, *__, **___):
             synchronize()
-            step = time.perf_counter() - self.began
-            line = {"step": state.global_step, "step_time": step, "peak_gb": peak_gb()}
+            step, peaks = time.perf_counter() - self.began, [peak_gb()] * world
+            if world > 1:
+                torch.distributed.all_gather_object(peaks, peaks[0])
+            line = {"step": state.global_step, "step_time": step, "peak_gb": max(peaks) if gpu else None}
             line |= {"time/rollout": self.rollout, "time/update": step - self.rollout}
             line["completions/mean_length"] = lengths[-1]
-            with open(args.output, "a") as file:
-                file.write(json.dumps(line) + "\n")
+            if state.is_world_process_zero:
+                with open(args.output, "a") as file:
+                    file.write(json.dumps(line) + "\n")
 
     timer, lengths = Timer(), []
     trainer = GRPOTrainer(
@@ -452,6 +455,7 @@ def main():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--output", default=os.path.join(HERE, "results", "step.json"))
     parser.add_argument("--run-peer", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--deepspeed", help=argparse.SUPPRESS)  # of --run-peer
     args = parser.parse_args()
     args.work = os.path.abspath(args.work)  # the commands run in the project's folder
     if args.run_peer:
