@@ -134,14 +134,18 @@ def ceilings():
 
 def sizes(path):
     """Weights of a checkpoint by what runs through them, and the bytes of one weight and of one token's KV."""
-    config = transformers.AutoConfig.from_pretrained(path)
+    # these scripts run in float32 on a CPU
+    return config_sizes(transformers.AutoConfig.from_pretrained(path), 2 if torch.cuda.is_available() else 4)
+
+
+def config_sizes(config, itemsize):
     with torch.device("meta"):
         model = getattr(transformers, modeling.FAMILIES[config.model_type][0])(config)
     model.tie_weights()
     attention = [layer.self_attn for layer in model.model.language_model.layers]
-    itemsize = 2 if torch.cuda.is_available() else 4  # these scripts run in float32 on a CPU
     return modeling.weight_counts(model) | {
         "parameters": sum(p.numel() for p in model.parameters()),
+        "matrices": sum(p.ndim > 1 for p in model.parameters()),
         "itemsize": itemsize,
         "kv": 2 * itemsize * sum(a.k_proj.out_features for a in attention),
     }

@@ -28,15 +28,23 @@ def distinct(prompts, completions, **columns):
     return [len(set(text)) / max(1, len(text)) for text in completions]
 
 
-def config_3b():
-    """https://huggingface.co/Qwen/Qwen2.5-VL-3B-Instruct/blob/main/config.json"""
+SHAPES = {  # of https://huggingface.co/Qwen/Qwen2.5-VL-3B-Instruct/blob/main/config.json and its sisters':
+    # hidden size, of the MLP, layers, heads, key heads, vocabulary, of the vision tower's MLP
+    "3B": (2048, 11008, 36, 16, 2, 151936, 3420),
+    "7B": (3584, 18944, 28, 28, 4, 152064, 3420),
+    "72B": (8192, 29568, 80, 64, 8, 152064, 3456),
+}
+
+
+def config(name="3B"):
+    hidden, inner, layers, heads, key_heads, vocabulary, vision_inner = SHAPES[name]
     text = dict(
-        vocab_size=151936,
-        hidden_size=2048,
-        intermediate_size=11008,
-        num_hidden_layers=36,
-        num_attention_heads=16,
-        num_key_value_heads=2,
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=key_heads,
         max_position_embeddings=128000,
         rms_norm_eps=1e-6,
         bos_token_id=151643,
@@ -47,9 +55,9 @@ def config_3b():
     vision = dict(
         depth=32,
         hidden_size=1280,
-        intermediate_size=3420,
+        intermediate_size=vision_inner,
         num_heads=16,
-        out_hidden_size=2048,
+        out_hidden_size=hidden,
         patch_size=14,
         spatial_merge_size=2,
         temporal_patch_size=2,
@@ -57,14 +65,14 @@ def config_3b():
         fullatt_block_indexes=[7, 15, 23, 31],
     )
     ids = dict(vision_start_token_id=151652, vision_end_token_id=151653, image_token_id=151655, video_token_id=151656)
-    return Qwen2_5_VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=True, **ids)
+    return Qwen2_5_VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=name == "3B", **ids)
 
 
 def write_model(folder, tokenizer):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
     with torch.device("meta"):
-        model = Qwen2_5_VLForConditionalGeneration(config_3b()).bfloat16()
+        model = Qwen2_5_VLForConditionalGeneration(config()).bfloat16()
     model = model.to_empty(device=device)
     for name, parameter in model.named_parameters():
         if parameter.ndim > 1:

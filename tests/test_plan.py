@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 import grpo
 import model as M
-from bench.work import config_3b
+from bench import work
 from ranks import run_ranks
 from tools import plan
 
@@ -160,7 +160,7 @@ MEASURED = [
 
 @pytest.mark.parametrize("gb, changed", MEASURED)
 def test_measured_peaks(tmp_path, gb, changed):
-    config_3b().save_pretrained(tmp_path)
+    work.config().save_pretrained(tmp_path)
     args = flags(str(tmp_path), per_device_train_batch_size=64, **changed)
     model = plan.meta_model(args)
     zero = grpo.deepspeed_config(args, 1, 2048, "cpu")["zero_optimization"]
