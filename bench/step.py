@@ -239,7 +239,8 @@ def follow(name, command, folder, world=1):
     if process.returncode:
         with open(log, errors="replace") as file:
             lines = [line.strip() for line in file.read().replace("\r", "\n").splitlines() if line.strip()]
-        return steps, next((line for line in reversed(lines) if "Error" in line), lines[-1] if lines else "no output")
+        errors = [line for line in lines if "Error" in line and "ChildFailedError" not in line]  # not torchrun's own
+        return steps, (errors or lines or ["no output"])[-1]
     return steps, None
 
 
@@ -310,8 +311,12 @@ def run_peer(args):
 
     path, dataset = open_work(args.work)
     gpu, total, world = torch.cuda.is_available(), args.prompts * args.generations, int(os.environ.get("WORLD_SIZE", 1))
-    if not gpu:
+    if args.deepspeed and not gpu:  # accelerate would leave DeepSpeed's own group at one process
         os.environ["DS_ACCELERATOR"] = "cpu"
+        import deepspeed
+
+        deepspeed.ops.__compatible_ops__ = {"deepspeed_shm_comm": False}  # which would compile for 50 s
+        deepspeed.init_distributed("gloo")
     dtype = "bfloat16" if gpu else "float32"
     attention, _ = modeling.select_attention("auto", "cuda" if gpu else "cpu", getattr(torch, dtype))
     # From parts, because the folder names no processor class; the video processor, never used, is asked for.

@@ -331,7 +331,8 @@ def main():
     for mode, world, completions in wanted:
         if not any((row["mode"], row["world"], row["completions"]) == (mode, world, completions) for row in rows):
             rows.append({"mode": mode, "world": world, "completions": completions})
-    jobs = [(row, False) for row in rows] + [(row, True) for row in rows if args.peer and row["completions"] == n]
+    theirs = [row for row in rows if args.peer and (row["world"], row["completions"]) == (args.world, n)]
+    jobs = [(row, False) for row in rows] + [(row, True) for row in reversed(theirs)]
     for row, peer in jobs:
         if row.get("peer_completions_per_s" if peer else "completions_per_s"):
             continue

@@ -1,10 +1,16 @@
 """rollout.py: cached sampling against transformers' generate and against the trainer's log-probs."""
 
+import functools
+from collections import Counter
+
 import pytest
 import torch
+from test_update import arguments
 
+import grpo
 import model as M
 import rollout
+from ranks import run_ranks
 from test_model import FAMILIES, make_prompt
 
 
@@ -114,3 +120,28 @@ def test_one_token_completions(checkpoints):
     M.Policy(policy)
     tokens, logps, _ = rollout.sample(policy, [make_prompt(policy, processor, [])], 3, 1, 1.0, eos, 0)
     assert tokens.shape == logps.shape == (3, 1)
+
+
+def rollout_under_zero_3(folder, out):
+    """Rank 0's completions end at their first token, rank 1's never: lengths, and the collectives of the rollout."""
+    args = arguments(folder, out, num_generations=2, per_device_train_batch_size=2, max_completion_length=40)
+    rank, world, device = grpo.start_processes(args)
+    model, processor = grpo.load_policy(args, device)
+    prompt, eos = (
+        make_prompt(model, processor, [(56, 84)]),
+        list(range(len(model.lm_head.weight))) if rank == 0 else [-1],
+    )
+    run = grpo.Run(args, rank, world, device, processor, eos, pad=0)
+    run.engine = grpo.start_engine(args, model, world, device)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        batch = grpo.sample_phase(run, [prompt])
+    calls = Counter(event.name for event in profiler.events() if event.name.startswith("c10d::"))
+    return batch["lengths"], calls, len(list(run.engine.parameters()))
+
+
+def test_a_rollout_under_zero_3_gathers_every_weight_once_however_long_it_is(checkpoints, tmp_path):
+    """Through the hooks it would be once a layer a token, and a rank that ends first would leave the other alone."""
+    first, second = run_ranks(2, functools.partial(rollout_under_zero_3, checkpoints["qwen2_5_vl"], tmp_path))
+    assert first[0] == [1, 1] and second[0] == [40, 40]
+    for _, calls, parameters in (first, second):
+        assert calls == {"c10d::_allgather_base_": parameters}
