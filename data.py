@@ -396,18 +396,30 @@ class PackedDataset:
     def splits(self):  # (train, val): ranges of record numbers
         return range(self.train), range(self.train, self.records)
 
-    def __getitem__(self, i):
+    def _record(self, i):
+        """A record's fields, and where its pictures are: [(offset, length, crc)]."""
         i = range(self.records)[i]  # negative numbers and IndexError as everywhere
         entry = self._read(self._index + i * ENTRY.size, ENTRY.size, f"index entry {i}")
         offset, text_bytes, count, crc, _ = ENTRY.unpack(entry)
         blob = self._read(offset, text_bytes + count * PICTURE.size, f"record {i}", crc)
         try:
-            record = {**json.loads(blob[:text_bytes]), "images": []}
+            return {**json.loads(blob[:text_bytes])}, [*PICTURE.iter_unpack(blob[text_bytes:])]
         except (ValueError, TypeError, RecursionError) as error:  # the checksum is right: not `pack`'s work
             raise DataError(f"{self.path}: record {i} is no JSON object ({error}); pack it again") from error
-        for offset, length, crc in PICTURE.iter_unpack(blob[text_bytes:]):
-            record["images"].append(self._read(offset, length, f"a picture of record {i}", crc))
-        return record
+
+    def __getitem__(self, i):
+        record, pictures = self._record(i)
+        what = f"a picture of record {i}"
+        return record | {"images": [self._read(offset, length, what, crc) for offset, length, crc in pictures]}
+
+    def size(self, i):
+        """About how many tokens record i's prompt has, without reading its pictures; 0 for one that is damaged."""
+        try:
+            record, pictures = self._record(i)
+        except DataError:
+            return 0  # said where the record is read to be used
+        width, height = record["image_size"] or (0, 0)
+        return len(pictures) * width * height / MIN_SIDE**2 + len(record["problem"]) / 4
 
     def _read(self, start, length, what, crc=None):
         """Bytes of the file, checked against crc or, without one, against the crc in their own last four."""
@@ -488,23 +500,34 @@ def epoch_order(n, seed, epoch):
     return np.random.default_rng([seed, epoch]).permutation(n)
 
 
-def prompt_indices(n, seed, step, rank, world, batch):
-    """Positions (0 … n - 1) of the `batch` records that a rank takes at a step.
+def prompt_indices(n, seed, step, count):
+    """Positions (0 … n - 1) of the `count` records of a step, those of all ranks.
 
-    Ranks and steps cut one endless row of epochs into pieces: over all ranks every record is seen once an epoch, and to
-    resume is to ask for a later step.
+    Steps cut one endless row of epochs into pieces: every record is seen once an epoch, and to resume is to ask for a
+    later step.
     """
     if n < 1:
         raise DataError("no training records; check the sources and --val_split_ratio")
-    first = (step * world + rank) * batch
-    return [int(epoch_order(n, seed, place // n)[place % n]) for place in range(first, first + batch)]
+    first = step * count
+    return [int(epoch_order(n, seed, place // n)[place % n]) for place in range(first, first + count)]
 
 
-def _encode_records(dataset, encode, indices, numbers):
-    """Encoded prompts of these records. In place of one that cannot be used (too long, damaged since it was packed)
-    comes another, drawn from its number alone, because every rank needs as many prompts as the others."""
+def share(dataset, numbers, rank, world):
+    """A rank's part of a step's records, as many as any other's and about as many tokens, so that no rank waits long
+    for another in the update: sorted by size and dealt out in turns, every second turn backwards."""
+    batch = len(numbers) // world
+    if world == 1 or batch == 1:  # nothing to choose
+        return numbers[rank * batch : (rank + 1) * batch]
+    order = np.argsort([-dataset.size(i) for i in numbers], kind="stable").reshape(batch, world)
+    order[1::2] = order[1::2, ::-1]
+    return [numbers[i] for i in order[:, rank]]
+
+
+def _encode_records(dataset, encode, indices, rank, world, numbers):
+    """Encoded prompts of a rank's part of these records. In place of one that cannot be used (too long, damaged since
+    it was packed) comes another, drawn from its number alone: every rank needs as many prompts as the others."""
     prompts = []
-    for number in numbers:
+    for number in share(dataset, numbers, rank, world):
         for i in [number, *np.random.default_rng(int(number)).choice(indices, MAX_SPARES)]:
             try:
                 prompts.append({**encode(dataset[i]), "record": int(i)})
@@ -531,8 +554,8 @@ def prompt_loader(dataset, indices, encode, seed, start_step, steps, batch, rank
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     return DataLoader(
         indices,
-        batch_sampler=(prompt_indices(len(indices), seed, s, rank, world, batch) for s in range(start_step, steps)),
-        collate_fn=functools.partial(_encode_records, dataset, encode, indices),  # runs in the workers
+        batch_sampler=(prompt_indices(len(indices), seed, s, batch * world) for s in range(start_step, steps)),
+        collate_fn=functools.partial(_encode_records, dataset, encode, indices, rank, world),  # runs in the workers
         num_workers=num_workers,
         prefetch_factor=4 if num_workers else None,
         persistent_workers=num_workers > 0,

@@ -330,7 +330,8 @@ def main():
     wanted += [(WEAK, world, world * n) for world in (1, args.world) if WEAK in args.only]
     for mode, world, completions in wanted:
         if not any((row["mode"], row["world"], row["completions"]) == (mode, world, completions) for row in rows):
-            rows.append({"mode": mode, "world": world, "completions": completions})
+            blank = dict.fromkeys(("completions_per_s", "peer_completions_per_s", "peak_gb", "peer_peak_gb"))
+            rows.append({"mode": mode, "world": world, "completions": completions} | blank)
     theirs = [row for row in rows if args.peer and (row["world"], row["completions"]) == (args.world, n)]
     jobs = [(row, False) for row in rows] + [(row, True) for row in reversed(theirs)]
     for row, peer in jobs:

@@ -4,7 +4,9 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -16,6 +18,7 @@ sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(
 
 import step as bench
 import work
+import zero
 
 
 @pytest.fixture(scope="module")
@@ -148,3 +151,78 @@ def test_growth(tiny_work, tmp_path):
     weights = 8 * size["itemsize"] * (size["blocks"] + size["head"]) / meta["ceilings"]["bytes_per_s"]
     assert 2 * fewer["rollout_paper_s"] - base["rollout_paper_s"] == pytest.approx(weights)
     assert meta["measured_over_paper"]["step"] > 1
+
+
+def test_overlap_is_that_of_a_ruler():
+    """Against marking every tenth of a unit."""
+    random = np.random.default_rng(0)
+    for _ in range(200):
+        marks, spans = np.zeros((2, 300), bool), ([], [])
+        for k in range(random.integers(0, 12)):
+            start, length = random.integers(0, 250), random.integers(0, 40)
+            marks[k % 2, start : start + length] = True
+            spans[k % 2].append((start / 10, (start + length) / 10))
+        total, common = zero.overlap(*spans)
+        assert total == pytest.approx(marks[0].sum() / 10) and common == pytest.approx(marks.all(0).sum() / 10)
+
+
+def test_collectives_are_told_from_compute():
+    cuda, cpu = torch.autograd.DeviceType.CUDA, torch.autograd.DeviceType.CPU
+
+    def event(name, start, end, device=cuda, note=False):
+        times = SimpleNamespace(start=start * 1e6, end=end * 1e6)
+        return SimpleNamespace(name=name, device_type=device, time_range=times, is_user_annotation=note)
+
+    events = [event("ncclDevKernel_AllGather_RING_LL", 0, 4), event("ncclDevKernel_ReduceScatter_Sum_bf16", 3, 6)]
+    events += [event("gemm", 1, 2), event("gemm", 5, 9), event("Memcpy DtoD", 0, 6), event("aten::mm", 0, 6, cpu)]
+    events.append(event("Optimizer.step#AdamW.step", 0, 6, note=True))
+    assert zero.communication(events, gpu=True) == {"collectives_s": 6, "hidden_s": 2}
+    events = [event("gloo:all_reduce", 0, 3, cpu), event("c10d::allreduce_", 0, 3, cpu), event("aten::mm", 2, 4, cpu)]
+    assert zero.communication(events, gpu=False) == {"collectives_s": 3, "hidden_s": 1}
+
+
+def test_on_paper():
+    """By hand: 280 GB over NVLink, 1.9 us a hop; two nodes of 8 have 14 hops of a ring's 15 but one inside, and their
+    16 cards' 400 GB/s do not hold back NVLink's 280."""
+    assert zero.ring(280e9, 10, world=1) == 0
+    assert zero.ring(280e9, 10, world=2) == pytest.approx(0.5 + 10 * 1.9e-6)
+    assert zero.ring(280e9, 0, world=8) == pytest.approx(7 / 8)
+    assert zero.ring(280e9, 10, world=16) == pytest.approx(15 / 16 + 10 * (13 * 1.9e-6 + 2 * 4e-6))
+    size, task = bench.config_sizes(work.config(), itemsize=2), {"prompts": 8, "generations": 8, "length": 256}
+    task |= {"prompt_tokens": 468, "patches": 1564}
+    ceiling, shares = {"bytes_per_s": 4.16e12, "flops": 772e12}, {"decode": 0.5, "update": 0.4}
+    one = zero.on_paper(size, task, ceiling, shares, world=1)
+    assert one["gather"] == one["traffic"] == 0 and one["step"] == one["step_exposed"]
+    assert one["rollout"] == pytest.approx(0.41 / 0.5 + 0.047 / 0.4, rel=0.01)  # step.py's table
+    assert one["update"] == pytest.approx(0.54 / 0.4, rel=0.01)
+    many = zero.on_paper(size, task, ceiling, shares, world=8)
+    assert size["matrices"] == 36 * 7 + 1 + 32 * 5 + 1 + 2  # decoder, embedding, vision blocks, patches, merger
+    assert many["gather"] == pytest.approx(7.509e9 * 7 / 8 / 280e9 + 416 * 7 * 1.9e-6, rel=1e-3)
+    assert many["traffic"] == pytest.approx(3 * 7.509e9 * 7 / 8 / 280e9 + (2 * 416 + 38) * 7 * 1.9e-6, rel=1e-3)
+    assert many["step_exposed"] - many["step"] == pytest.approx(many["traffic"])
+    few = task | {"prompts": task["prompts"] * many["break_even"] / (8 * (468 + 8 * 256))}
+    even = zero.on_paper(size, few, ceiling, shares, world=8)
+    assert even["traffic"] == pytest.approx(even["update"]) and even["break_even"] == pytest.approx(many["break_even"])
+    for row in zero.paper_rows(os.path.join(bench.HERE, "results")):
+        if row["measured"]:
+            assert row["step"] == pytest.approx(row["measured"], rel=0.1)
+
+
+@pytest.mark.parametrize("modes", [["ZeRO-3 default"], pytest.param(["DDP", "ZeRO-3 tuned"], marks=pytest.mark.slow)])
+def test_zero(tiny_work, tmp_path, modes):
+    flags = "--prompts 2 --generations 2 --length 8 --steps 4".split()
+    meta, rows = run("zero.py", tiny_work, tmp_path / "zero.json", *flags, "--only", *modes)
+    assert [row["mode"] for row in rows[: len(modes)]] == modes
+    for row in rows:
+        assert row["error"] is None and len(row["step_times"]) == 3  # the profiled one apart
+        assert row["completions_per_s"] * row["step_s"] == pytest.approx(row["completions"])
+        assert row["step_s"] == pytest.approx(sum(row[f"{phase}_s"] for phase in bench.PHASES), rel=0.2)
+        assert 0 <= row["hidden_s"] <= row["collectives_s"] and row["gather_s"] < row["rollout_s"]
+        assert {"mode", "world", "peer_completions_per_s", "peak_gb", "ratio_to_peer"} <= set(row)
+    if len(modes) == 2:
+        ddp, tuned, one, two = rows
+        assert tuned["ratio_to_ddp"] == tuned["completions_per_s"] / ddp["completions_per_s"]
+        assert (one["world"], one["completions"], two["world"], two["completions"]) == (1, 4, 2, 8)
+        assert two["ratio_to_one_gpu"] == two["completions_per_s"] / one["completions_per_s"]
+        again = run("zero.py", tiny_work, tmp_path / "zero.json", *flags, "--only", *modes, "--resume")[1]
+        assert again == rows

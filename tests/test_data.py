@@ -917,19 +917,56 @@ def test_prompts_that_cannot_be_made_are_data_errors():
 # ---- order and workers -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("n, world, batch", [(12, 1, 4), (12, 2, 3), (10, 3, 4), (7, 2, 8), (1, 2, 2)])
-def test_every_epoch_is_a_permutation_over_all_ranks(n, world, batch):
+@pytest.mark.parametrize("n, count", [(12, 4), (12, 6), (10, 12), (7, 16), (1, 4)])
+def test_every_epoch_is_a_permutation(n, count):
     steps = 3 * n
-    taken = [
-        place
-        for step in range(steps)
-        for rank in range(world)
-        for place in data.prompt_indices(n, 5, step, rank, world, batch)
-    ]
+    taken = [place for step in range(steps) for place in data.prompt_indices(n, 5, step, count)]
     for start in range(0, len(taken) - n, n):
         assert sorted(taken[start : start + n]) == list(range(n))
         assert n == 1 or taken[start : start + n] != taken[start + n : start + 2 * n]
-    assert len(taken) == steps * world * batch
+    assert len(taken) == steps * count
+
+
+class Sizes(list):
+    def size(self, i):
+        return self[i]
+
+
+@pytest.mark.parametrize("world, batch", [(1, 4), (2, 1), (2, 2), (2, 5), (3, 4), (8, 8)])
+def test_ranks_share_a_step_evenly(world, batch):
+    """Each takes as many of a step's records, together all of them; no two differ by more than the largest and the
+    smallest record do, while in the order that they come in they differ by several times that."""
+    random, apart, unsorted = np.random.default_rng(0), [], []
+    for _ in range(100):
+        sizes = Sizes(np.exp(random.normal(6, 0.7, 3 * world * batch)))
+        numbers = random.permutation(len(sizes))[: world * batch].tolist()
+        parts = [data.share(sizes, numbers, rank, world) for rank in range(world)]
+        assert [len(part) for part in parts] == [batch] * world and sorted(sum(parts, [])) == sorted(numbers)
+        loads = [sum(sizes[i] for i in part) for part in parts]
+        spread = max(sizes[i] for i in numbers) - min(sizes[i] for i in numbers)
+        assert world == 1 or max(loads) - min(loads) <= spread * (1 + 1e-9)
+        as_they_come = np.array([sizes[i] for i in numbers]).reshape(world, batch).sum(1)
+        apart.append(max(loads) - min(loads))
+        unsorted.append(as_they_come.max() - as_they_come.min())
+    assert batch < 2 or world == 1 or np.mean(apart) < 0.7 * np.mean(unsorted)
+
+
+def test_size_is_about_the_prompts_tokens(packed, folder):
+    """Of one picture of 8 x 6 merged patches, of two, and of text alone; a damaged record counts as nothing."""
+    (folder / "large.png").write_bytes(picture_bytes(8 * 28, 6 * 28))
+    lines = [
+        vlm_r1("large.png", "<image>question", "[1, 1, 20, 20]"),
+        vlm_r1(["large.png"] * 2, "<image><image>q", "x"),
+    ]
+    pack_lines(folder, *lines, {"problem": "a question of forty characters, in words", "solution": "x"})
+    dataset = PackedDataset(folder.parent / "out.packed")
+    one, two, text = (dataset.size(i) for i in range(3))
+    assert one == 48 + 2 and two == 96 + 1 / 4 and text == 10
+    assert data.encode_prompt(dataset[0], processor())["image_grid_thw"].prod() == 4 * 48  # 2 x 2 patches a token
+    content = bytearray(packed.read_bytes())
+    content[content.index(b"question 5")] ^= 1
+    packed.write_bytes(content)
+    assert [PackedDataset(packed).size(i) > 0 for i in range(12)] == [i != 5 for i in range(12)]
 
 
 def test_order_depends_on_seed_and_epoch_alone():
@@ -938,7 +975,7 @@ def test_order_depends_on_seed_and_epoch_alone():
     assert data.epoch_order(100, 1, 2).tolist() == order != list(range(100))
     assert order not in (data.epoch_order(100, 2, 2).tolist(), data.epoch_order(100, 1, 3).tolist())
     with pytest.raises(DataError):
-        data.prompt_indices(0, 1, 0, 0, 1, 4)
+        data.prompt_indices(0, 1, 0, 4)
 
 
 def same(a, b):
@@ -965,8 +1002,10 @@ def test_workers_give_what_this_process_gives_and_resuming_goes_on(packed):
     assert same(forked, here)
     assert same(load(packed, start_step=4, num_workers=1), here[4:])
     ranks = [load(packed, rank=rank, world=2) for rank in range(2)]
-    first_epoch = [p["record"] for step in range(3) for rank in ranks for p in rank[step]][:10]
-    assert sorted(first_epoch) == list(range(2, 12))
+    for step in range(6):  # 4 of 10 records, whose pictures grow with their number
+        whole = [data.epoch_order(10, 3, place // 10)[place % 10] + 2 for place in range(step * 4, step * 4 + 4)]
+        largest, second, third, smallest = sorted(whole, reverse=True)
+        assert [[p["record"] for p in rank[step]] for rank in ranks] == [[largest, smallest], [second, third]]
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
