@@ -9,6 +9,7 @@ import os
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -179,6 +180,56 @@ def test_under_slurm_every_node_finds_the_same_address_and_port(tmp_path):
     assert option(command, "--nnodes") == "2" and option(command, "--node_rank") == "1"
     assert option(command, "--master_addr") == "node7"
     assert option(command, "--master_port") == str(20000 + 123456 % 40001)
+
+
+def two_nodes(folder, words, **variables):
+    """launch.sh as it runs on two nodes, here both on this machine: [(status, output)] of node 0 and node 1."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    both = {"NNODES": "2", "NPROC": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}", "OMP_NUM_THREADS": "1"}
+    nodes = []
+    for number in ("0", "1"):
+        settings = environment(**both, NODE_RANK=number, TORCH_ELASTIC_SHUTDOWN_TIMEOUT="4", **variables)
+        with open(folder / f"node {number}", "w") as log:
+            command = ["bash", ROOT / "launch.sh", *words]
+            nodes.append(subprocess.Popen(command, cwd=folder, env=settings, stdout=log, stderr=log))
+    try:
+        statuses = [node.wait(timeout=150) for node in nodes]
+    finally:
+        for node in nodes:
+            node.kill()
+    return [(status, (folder / f"node {i}").read_text()) for i, status in enumerate(statuses)]
+
+
+def test_two_nodes_train_as_one(tmp_path, checkpoints):
+    """Two torchrun agents over loopback, one output folder: one run, its files written once, by node 0."""
+    words = [*training(tmp_path, checkpoints), "--output_dir", "my run"]
+    (first, said), (second, also) = two_nodes(tmp_path, words)
+    assert (first, second) == (0, 0), said + also
+    assert "batch: 2 ranks x 4 prompts x 2 completions" in said and "batch:" not in also
+    assert option(printed_command(also), "--node_rank") == "1"
+    lines = [json.loads(line) for line in (tmp_path / "my run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2] and all(np.isfinite(line["loss"]) for line in lines)
+    assert (tmp_path / "my run" / "exit_status").read_text() == "0\n"
+    assert (tmp_path / "my run" / "checkpoint-2" / "model.safetensors").stat().st_size > 0
+    assert "monitor.py" in said and "monitor.py" not in also  # drawn once
+
+
+def test_a_rank_that_fails_on_node_1_ends_both_nodes(tmp_path, checkpoints):
+    """Its own console says why; those of node 0, waiting for it in a collective, end too, and not with status 0."""
+    (tmp_path / "bad.py").write_text(
+        "import os\n"
+        "def bad(prompts, completions, **columns):\n"
+        "    if os.environ['RANK'] == '1':\n"
+        "        raise RuntimeError('no reward on this node')\n"
+        "    return [0.0] * len(completions)\n"
+    )
+    words = [*training(tmp_path, checkpoints), "--output_dir", "my run", "--reward_funcs", f"{tmp_path}/bad.py:bad"]
+    (first, said), (second, also) = two_nodes(tmp_path, words)
+    assert first != 0 and second != 0, said + also
+    assert "no reward on this node" in also
+    assert processes_with(words[-1]) == []
 
 
 def test_what_is_missing_is_installed_into_a_venv_beside_launch_sh_and_nowhere_else(tmp_path):
