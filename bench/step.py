@@ -146,6 +146,7 @@ def config_sizes(config, itemsize):
     return modeling.weight_counts(model) | {
         "parameters": sum(p.numel() for p in model.parameters()),
         "matrices": sum(p.ndim > 1 for p in model.parameters()),
+        "vectors": sum(p.ndim == 1 for p in model.parameters()),
         "itemsize": itemsize,
         "kv": 2 * itemsize * sum(a.k_proj.out_features for a in attention),
     }

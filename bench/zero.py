@@ -18,13 +18,15 @@ bf16; shares of what the GPU allows are those measured on one):
     ring(S, c)   S (W - 1) / W / min(NVLink, 8 x network) + c x (hops in nodes x 1.9 us + hops between nodes x 4 us)
     rollout      decode / share of bandwidth + prefill / share of matrix peak
     update       update / share of matrix peak
-    gather       ring(weights, a call a matrix), before the rollout
+    gather       ring(weights, a call a parameter): in the open, matrices before the rollout, norms and biases, which
+                 DeepSpeed keeps whole, after the optimizer
     traffic      2 ring(weights, a call a matrix) + ring(gradients, a call a bucket), for every packed row
     step         rollout + gather + max(update, traffic) where all traffic hides, or their sum where none does
 
 Latencies are those NCCL's own tuning assumes for a ring with LL128 (hwLat in src/graph/tuning.cc), NVLink's bandwidth
-was measured with an all-gather of two H200s, the network's is assumed: 400 Gb/s a GPU. Left out: the optimizer, whose
-share of the update shrinks with W under ZeRO; stragglers.
+was measured with an all-gather of two H200s, the network's is assumed: 400 Gb/s a GPU. The traffic's calls
+and bytes are the most there can be: DeepSpeed prefetches several small matrices in one call, and keeps 1e9 parameters
+between forward and backward. Left out: the optimizer, whose share of the update shrinks with W; stragglers.
 """
 
 from __future__ import annotations
@@ -161,11 +163,11 @@ def on_paper(size, task, ceiling, shares, world, rows=1):
     floor, weights = bench.floors(bench.load_of(size, task), ceiling), size["itemsize"] * size["parameters"]
     found = {
         "rollout": floor["decode_shared"] / shares["decode"] + floor["prefill"] / shares["update"],
-        "gather": ring(weights, size["matrices"], world),
+        "gather": ring(weights, size["matrices"] + size["vectors"], world),
         "update": floor["update"] / shares["update"],
     }
     buckets = math.ceil(size["parameters"] / TUNED["reduce_bucket_size"])
-    found["traffic"] = rows * (2 * found["gather"] + ring(weights, buckets, world))
+    found["traffic"] = rows * (2 * ring(weights, size["matrices"], world) + ring(weights, buckets, world))
     found["step"] = found["rollout"] + found["gather"] + max(found["update"], found["traffic"])
     found["step_exposed"] = found["rollout"] + found["gather"] + found["update"] + found["traffic"]
     tokens = task["prompts"] * (task["prompt_tokens"] + task["generations"] * task["length"]) / rows

@@ -1,17 +1,20 @@
 """rollout.py: cached sampling against transformers' generate and against the trainer's log-probs."""
 
 import functools
+import json
+import os
 from collections import Counter
 
 import pytest
 import torch
-from test_update import arguments
+from torch.profiler import ProfilerActivity, profile
 
 import grpo
 import model as M
 import rollout
 from ranks import run_ranks
 from test_model import FAMILIES, make_prompt
+from test_update import arguments
 
 
 def load(folder, attention="sdpa"):
@@ -122,26 +125,42 @@ def test_one_token_completions(checkpoints):
     assert tokens.shape == logps.shape == (3, 1)
 
 
-def rollout_under_zero_3(folder, out):
-    """Rank 0's completions end at their first token, rank 1's never: lengths, and the collectives of the rollout."""
+def step_under_zero_3(folder, out, bucket):
+    """A step whose completions end at their first token on rank 0 and never on rank 1: lengths, how often the rollout
+    and then the update gathered, and anything else that the rollout exchanged."""
     args = arguments(folder, out, num_generations=2, per_device_train_batch_size=2, max_completion_length=40)
     rank, world, device = grpo.start_processes(args)
+    if bucket:
+        args.deepspeed = os.path.join(out, f"{rank}.json")
+        with open(args.deepspeed, "w") as file:
+            zero = {"stage3_prefetch_bucket_size": bucket, "stage3_param_persistence_threshold": "auto"}
+            json.dump({"zero_optimization": zero}, file)
     model, processor = grpo.load_policy(args, device)
-    prompt, eos = (
-        make_prompt(model, processor, [(56, 84)]),
-        list(range(len(model.lm_head.weight))) if rank == 0 else [-1],
-    )
-    run = grpo.Run(args, rank, world, device, processor, eos, pad=0)
+    prompt, every_id = make_prompt(model, processor, [(56, 84)]), list(range(len(model.lm_head.weight)))
+    run = grpo.Run(args, rank, world, device, processor, every_id if rank == 0 else [-1], pad=0, total=2)
     run.engine = grpo.start_engine(args, model, world, device)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-        batch = grpo.sample_phase(run, [prompt])
-    calls = Counter(event.name for event in profiler.events() if event.name.startswith("c10d::"))
-    return batch["lengths"], calls, len(list(run.engine.parameters()))
+    for run.step in range(2):  # in the first DeepSpeed learns the order that it prefetches in
+        with profile(activities=[ProfilerActivity.CPU]) as rollout_seen:
+            batch = grpo.sample_phase(run, [prompt])
+        batch |= {"texts": ["", ""], "scores": {"r": [0.0, 1.0]}, "rewards": [0.0, 1.0]}
+        everyone = grpo.compare_phase(run, batch)
+        with profile(activities=[ProfilerActivity.CPU]) as update_seen:
+            grpo.update_phase(run, batch, everyone)
+    seen = [Counter(e.name for e in p.events() if e.name.startswith("c10d::")) for p in (rollout_seen, update_seen)]
+    matrices = sum(len(p.ds_shape) > 1 for p in run.engine.parameters())
+    vectors = sum(len(p.ds_shape) == 1 for p in run.engine.parameters())
+    gathers = [calls.pop("c10d::_allgather_base_") for calls in seen]
+    return batch["lengths"], gathers, seen[0], matrices, vectors
 
 
-def test_a_rollout_under_zero_3_gathers_every_weight_once_however_long_it_is(checkpoints, tmp_path):
-    """Through the hooks it would be once a layer a token, and a rank that ends first would leave the other alone."""
-    first, second = run_ranks(2, functools.partial(rollout_under_zero_3, checkpoints["qwen2_5_vl"], tmp_path))
-    assert first[0] == [1, 1] and second[0] == [40, 40]
-    for _, calls, parameters in (first, second):
-        assert calls == {"c10d::_allgather_base_": parameters}
+def test_zero_3_gathers_once_a_rollout_and_the_updates_calls_depend_on_the_bucket(checkpoints, tmp_path):
+    """Every matrix is gathered once however long the rollout is: through the hooks it would be once a layer a token,
+    and a rank that ends first would leave the other alone. In the update a larger bucket takes more matrices at once;
+    norms and biases, whole on every rank, are gathered after the optimizer's step, one by one."""
+    step = functools.partial(step_under_zero_3, checkpoints["qwen2_5_vl"], tmp_path)
+    for bucket, fewest, most in ((None, 16, 66), (100_000, 1, 4)):
+        (first, *same), (second, *also) = run_ranks(2, step, bucket)
+        (rollout_calls, update_calls), others, matrices, vectors = same
+        assert first == [1, 1] and second == [40, 40] and same == also
+        assert rollout_calls == matrices == 33 and not others
+        assert fewest <= update_calls - vectors <= most
