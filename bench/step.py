@@ -205,7 +205,8 @@ def launcher(world):
     """What starts a script on `world` GPUs: Python, or torchrun's command."""
     if world == 1:
         return [sys.executable]
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", f"{world}"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local_addr", "127.0.0.1"]
+    return [*torchrun, "--nproc_per_node", f"{world}"]
 
 
 def follow(name, command, folder, world=1):
