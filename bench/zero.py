@@ -1,7 +1,7 @@
 """GRPO on several GPUs: DDP, ZeRO-2 and ZeRO-3, TRL beside them, and what more GPUs would do, on paper.
 
     python bench/zero.py --work runs/w1 --tokenizer FOLDER_OF_A_QWEN_TOKENIZER --peer trl
-    python bench/zero.py --work FOLDER --prompts 4 --generations 2 --length 8 --steps 3    two CPU processes, any model
+    python bench/zero.py --work FOLDER --prompts 4 --generations 2 --length 8 --steps 4    two CPU processes, any model
     python bench/zero.py --paper                                                           the table on paper alone
 
 Every row of MODES is a torchrun of its own on --world GPUs that share --prompts x --generations completions a step; two
@@ -24,9 +24,9 @@ bf16; shares of what the GPU allows are those measured on one):
     step         rollout + gather + max(update, traffic) where all traffic hides, or their sum where none does
 
 Latencies are those NCCL's own tuning assumes for a ring with LL128 (hwLat in src/graph/tuning.cc), NVLink's bandwidth
-was measured with an all-gather of two H200s, the network's is assumed: 400 Gb/s a GPU. The traffic's calls
-and bytes are the most there can be: DeepSpeed prefetches several small matrices in one call, and keeps 1e9 parameters
-between forward and backward. Left out: the optimizer, whose share of the update shrinks with W; stragglers.
+was measured with an all-gather of two H200s, the network's is assumed: 400 Gb/s a GPU. The traffic's calls and bytes
+are the most there can be: DeepSpeed prefetches several small matrices in one call, and keeps 1e9 parameters between
+forward and backward. Left out: the optimizer, whose share of the update shrinks with W; stragglers.
 """
 
 from __future__ import annotations
@@ -110,11 +110,12 @@ def communication(events, gpu):
     collectives, compute = [], []
     for event in events:
         span = event.time_range.start / 1e6, event.time_range.end / 1e6
-        if (event.device_type == torch.autograd.DeviceType.CUDA) != gpu:
-            continue
-        if "nccl" in event.name.lower() or event.name.startswith("gloo:"):
+        on_gpu = event.device_type == torch.autograd.DeviceType.CUDA
+        if event.name.startswith("nccl" if gpu else "gloo:") and on_gpu == gpu:
             collectives.append(span)
-        elif not event.is_user_annotation and not event.name.startswith(("Mem", "c10d::")):  # copies are no compute
+        elif gpu and on_gpu and not event.is_user_annotation and not event.name.startswith("Mem"):  # copies are none
+            compute.append(span)
+        elif not gpu and event.name.startswith("aten::"):
             compute.append(span)
     return dict(zip(("collectives_s", "hidden_s"), overlap(collectives, compute), strict=True))
 
