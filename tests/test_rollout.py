@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 import torch
+from test_update import arguments
 from torch.profiler import ProfilerActivity, profile
 
 import grpo
@@ -14,7 +15,6 @@ import model as M
 import rollout
 from ranks import run_ranks
 from test_model import FAMILIES, make_prompt
-from test_update import arguments
 
 
 def load(folder, attention="sdpa"):

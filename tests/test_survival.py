@@ -26,11 +26,11 @@ import pytest
 import torch
 from test_launch import ROOT, environment, launch, processes_with, until
 from test_run import flags, lines, pictures, reward_file, run_once
+from test_update import arguments, fixed_step, rank_batch
 
 import grpo
 import model as M
 from ranks import run_ranks
-from test_update import arguments, fixed_step, rank_batch
 
 slow = pytest.mark.slow
 
