@@ -1084,6 +1084,9 @@ def tell(message):
 
 def start_processes(args):
     """Join the process group: returns (rank, world, device). Without a launcher this is one process of its own."""
+    # tqdm's own lock is a semaphore shared with whatever is forked: a data worker killed while it writes would keep it
+    tqdm.set_lock(threading.RLock())
+    tqdm.monitor_interval = 0  # and no thread may hold this one while a worker is forked
     gpu = torch.cuda.is_available()
     if not gpu:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # before the import, which looks for an accelerator
