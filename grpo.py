@@ -1150,6 +1150,7 @@ def step_at_once(optimizer):
     low, high = sum(optimizer.fp16_groups, []), sum(optimizer.fp32_groups, [])
     for weight, master in zip(low, high, strict=True):
         master.grad = torch.zeros_like(master) if weight.grad is None else weight.grad.float()
+        weight.grad = None  # its memory is the next one's
     norm = torch.nn.utils.get_total_norm([master.grad for master in high])
     optimizer._global_grad_norm = norm.item()  # waits for the GPU, once
     optimizer.overflow = not math.isfinite(optimizer._global_grad_norm)
