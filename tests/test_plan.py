@@ -63,7 +63,7 @@ def norms_on_cpu(model, checkpointed, T, n):
 def test_activations(checkpoints, attention, family, checkpointed, patches, text, G, R):
     model, _ = M.load_policy(checkpoints[family], torch_dtype="float32", attn_implementation=attention)
     if checkpointed:
-        M.checkpoint_blocks(model)
+        M.checkpoint_blocks(model, use_reentrant=True)
     policy, one = M.Policy(model), prompt(model, patches, text)
     row = M.build_row([(one, [torch.arange(R) + 5] * G)] * 2)
     groups, count = [(len(one["input_ids"]), [R] * G)] * 2, plan.meta_model(flags(checkpoints[family]))

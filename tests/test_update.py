@@ -135,6 +135,8 @@ SETTINGS = {
     "1 rank, a small token budget": (1, {"max_tokens_per_forward": 60}),
     "2 ranks, ZeRO-3": (2, {}),
     "2 ranks, ZeRO-3, a small token budget": (2, {"max_tokens_per_forward": 70}),
+    "2 ranks, ZeRO-3, checkpointing not reentrant": (2, {"gradient_checkpointing_kwargs": '{"use_reentrant": false}'}),
+    "2 ranks, ZeRO-3, no checkpointing": (2, {"gradient_checkpointing": False, "max_tokens_per_forward": 70}),
     "1 rank, ZeRO-0": (1, {"zero_stage": 0}),
     "2 ranks, ZeRO-0": (2, {"zero_stage": 0}),
     "2 ranks, ZeRO-1, a small token budget": (2, {"zero_stage": 1, "max_tokens_per_forward": 70}),
@@ -161,6 +163,29 @@ def test_same_update_of_other_losses(checkpoints, tmp_path, flags):
     run = functools.partial(train_fixed, folder, tmp_path, 2, max_tokens_per_forward=70, **flags)
     for result in run_ranks(2, run):
         assert_same(result, want)
+
+
+def fetched(folder, out):
+    """The modules whose weights ZeRO-3 gathers in an update."""
+    args = arguments(folder, out, per_device_train_batch_size=8, freeze_vision_modules=True)
+    rank, world, device = grpo.start_processes(args)
+    model, processor = grpo.load_policy(args, device)
+    run = grpo.Run(args, rank, world, device, processor, eos=[0], pad=0, total=1)
+    run.engine = grpo.start_engine(args, model, world, device)
+    coordinator, names = run.engine.optimizer.parameter_offload.get_param_coordinator(), []
+    fetch = coordinator.fetch_sub_module
+    coordinator.fetch_sub_module = lambda module, forward: [names.append(type(module).__name__), fetch(module, forward)]
+    batch = rank_batch(*fixed_step(model, processor, 0), rank, world)
+    everyone = grpo.compare_phase(run, batch)
+    grpo.update_phase(run, batch, everyone)
+    return names
+
+
+def test_zero_3_gathers_a_block_at_a_time(checkpoints, tmp_path):
+    """With the vision tower frozen: its blocks once, the decoder's layers before forward and backward."""
+    for names in run_ranks(2, functools.partial(fetched, checkpoints["qwen2_5_vl"], tmp_path)):
+        assert names.count("Qwen2_5_VLDecoderLayer") == 2 * 2 and names.count("Qwen2_5_VLVisionBlock") == 3
+        assert "Qwen2_5_VLMLP" not in names
 
 
 def stepped(folder, out, own, spoil, **flags):
