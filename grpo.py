@@ -1022,17 +1022,25 @@ def follow_the_rank(_):
 # --- DeepSpeed ---------------------------------------------------------------------------------------------------
 
 
+def read_deepspeed(args):
+    """--deepspeed's JSON with --zero_stage applied."""
+    with open(args.deepspeed) as file:
+        try:
+            config = json.load(file)
+        except ValueError as error:
+            raise ValueError(f"--deepspeed {args.deepspeed} is not JSON: {error}") from error
+    zero = config.setdefault("zero_optimization", {})
+    zero["stage"] = zero.get("stage", 0) if args.zero_stage is None else args.zero_stage
+    return config
+
+
 def deepspeed_config(args, world, hidden_size, device_type):
     """DeepSpeed's configuration: --deepspeed's JSON with every "auto" filled in and --zero_stage applied.
 
     The flags decide; a number in the file that contradicts them is an error. `update_phase` marks the accumulation
     boundary itself, however many rows a step has, so DeepSpeed is told of one micro-batch a step.
     """
-    with open(args.deepspeed) as file:
-        try:
-            config = json.load(file)
-        except ValueError as error:
-            raise ValueError(f"--deepspeed {args.deepspeed} is not JSON: {error}") from error
+    config = read_deepspeed(args)
     completions = prompts_per_rank(args) * args.num_generations
     batch, accumulation = args.per_device_train_batch_size, completions // args.per_device_train_batch_size
     # (name in the file, what the flags say it is, what DeepSpeed is told)
@@ -1051,8 +1059,7 @@ def deepspeed_config(args, world, hidden_size, device_type):
         tell(f"{args.deepspeed}: its scheduler is left out, --lr_scheduler_type {args.lr_scheduler_type} holds")
     own = {"enabled": args.torch_dtype == "bfloat16", "check_grad_overflow": True}
     config["bf16"] = config.get("bf16", {}) | own
-    zero = config.setdefault("zero_optimization", {})
-    zero["stage"] = zero.get("stage", 0) if args.zero_stage is None else args.zero_stage
+    zero = config["zero_optimization"]
     sizes = {
         "reduce_bucket_size": int(1e8),
         # a decoder layer (13 to 19 H^2 numbers in Qwen's): the next one's weights come while one computes
@@ -1117,7 +1124,8 @@ def start_processes(args):
 def load_policy(args, device):
     names = ("attn_implementation", "torch_dtype", "min_pixels", "max_pixels", "freeze_vision_modules")
     flags = {name: getattr(args, name) for name in names}
-    return modeling.load_policy(args.model_name_or_path, device=device, **flags)
+    sharded = read_deepspeed(args)["zero_optimization"]["stage"] == 3 and not args.eval_only
+    return modeling.load_policy(args.model_name_or_path, device=device, sharded=sharded, **flags)
 
 
 def start_engine(args, model, world, device, trained=True):
@@ -1136,9 +1144,13 @@ def start_engine(args, model, world, device, trained=True):
         return policy
     if not trained:
         del config["optimizer"]  # without one, DeepSpeed shards for inference
-    if config["zero_optimization"]["stage"] == 3:  # gather a block's weights together, not each of its linear layers'
+    if config["zero_optimization"]["stage"] == 3:
+        # a block's weights are gathered together, not one linear layer's after the other
         blocks = model.model.language_model.layers[0], model.model.visual.blocks[0]
         deepspeed.utils.set_z3_leaf_modules(policy, [type(block) for block in blocks])
+        # cut the parameters up one by one: a GPU need not hold all of a model of which it keeps 1/world
+        deepspeed.zero.Init(module=policy, config_dict_or_path=config)
+        policy.to(device)  # the buffers
     parameters = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     # DeepSpeed 0.19.8 casts parameters to bf16 and leaves the rotary tables in float32, as they must be
     engine = deepspeed.initialize(model=policy, model_parameters=parameters or None, config=config)[0]

@@ -87,13 +87,14 @@ class Processor:
 
 def load_policy(
     path, *, attn_implementation="auto", torch_dtype="bfloat16", device=None, min_pixels=None, max_pixels=None,
-    freeze_vision_modules=False,
+    freeze_vision_modules=False, sharded=False,
 ):  # fmt: skip
     """Load a checkpoint folder (or hub name) as (model, processor); the family is the config's `model_type`.
 
-    `torch_dtype` is a name or a torch.dtype; `device` defaults to the GPU if there is one. The returned model is
-    transformers' own, with `attention_choice = (name, reason)` on it for the log. Raises ValueError for a folder
-    that does not exist, a family that is not in FAMILIES, or an attention that cannot be had.
+    `torch_dtype` is a name or a torch.dtype; `device` defaults to the GPU if there is one; `sharded` leaves the weights
+    in the processor's memory, from where ZeRO-3 brings each rank its part. The returned model is transformers' own,
+    with `attention_choice = (name, reason)` on it for the log. Raises ValueError for a folder that does not exist, a
+    family that is not in FAMILIES, or an attention that cannot be had.
     """
     path = os.path.expanduser(os.fspath(path))
     if path.startswith(("/", "./", "../")) and not os.path.isdir(path):
@@ -132,7 +133,7 @@ def load_policy(
     processor = Processor(path, model_type, **limits)
     if freeze_vision_modules:
         model.model.visual.requires_grad_(False)
-    return model.to(device), processor
+    return model if sharded else model.to(device), processor
 
 
 def weight_counts(model):
