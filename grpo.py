@@ -1023,17 +1023,25 @@ def follow_the_rank(_):
 # --- DeepSpeed ---------------------------------------------------------------------------------------------------
 
 
+def read_deepspeed(args):
+    """--deepspeed's JSON with --zero_stage applied."""
+    with open(args.deepspeed) as file:
+        try:
+            config = json.load(file)
+        except ValueError as error:
+            raise ValueError(f"--deepspeed {args.deepspeed} is not JSON: {error}") from error
+    zero = config.setdefault("zero_optimization", {})
+    zero["stage"] = zero.get("stage", 0) if args.zero_stage is None else args.zero_stage
+    return config
+
+
 def deepspeed_config(args, world, hidden_size, device_type):
     """DeepSpeed's configuration: --deepspeed's JSON with every "auto" filled in and --zero_stage applied.
 
     The flags decide; a number in the file that contradicts them is an error. `update_phase` marks the accumulation
     boundary itself, however many rows a step has, so DeepSpeed is told of one micro-batch a step.
     """
-    with open(args.deepspeed) as file:
-        try:
-            config = json.load(file)
-        except ValueError as error:
-            raise ValueError(f"--deepspeed {args.deepspeed} is not JSON: {error}") from error
+    config = read_deepspeed(args)
     completions = prompts_per_rank(args) * args.num_generations
     batch, accumulation = args.per_device_train_batch_size, completions // args.per_device_train_batch_size
     # (name in the file, what the flags say it is, what DeepSpeed is told)
@@ -1052,11 +1060,11 @@ def deepspeed_config(args, world, hidden_size, device_type):
         tell(f"{args.deepspeed}: its scheduler is left out, --lr_scheduler_type {args.lr_scheduler_type} holds")
     own = {"enabled": args.torch_dtype == "bfloat16", "check_grad_overflow": True}
     config["bf16"] = config.get("bf16", {}) | own
-    zero = config.setdefault("zero_optimization", {})
-    zero["stage"] = zero.get("stage", 0) if args.zero_stage is None else args.zero_stage
-    sizes = {  # but for the bucket, what Hugging Face's integration fills in
+    zero = config["zero_optimization"]
+    sizes = {
         "reduce_bucket_size": int(1e8),
-        "stage3_prefetch_bucket_size": int(0.9 * hidden_size**2),
+        # a decoder layer (13 to 19 H^2 numbers in Qwen's): the next one's weights come while one computes
+        "stage3_prefetch_bucket_size": 20 * hidden_size**2,
         "stage3_param_persistence_threshold": 10 * hidden_size,
     }
     zero.update({name: value for name, value in sizes.items() if zero.get(name) == "auto"})
@@ -1085,6 +1093,9 @@ def tell(message):
 
 def start_processes(args):
     """Join the process group: returns (rank, world, device). Without a launcher this is one process of its own."""
+    # tqdm's own lock is a semaphore shared with whatever is forked: a data worker killed while it writes would keep it
+    tqdm.set_lock(threading.RLock())
+    tqdm.monitor_interval = 0  # and no thread may hold this one while a worker is forked
     gpu = torch.cuda.is_available()
     if not gpu:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # before the import, which looks for an accelerator
@@ -1114,7 +1125,8 @@ def start_processes(args):
 def load_policy(args, device):
     names = ("attn_implementation", "torch_dtype", "min_pixels", "max_pixels", "freeze_vision_modules")
     flags = {name: getattr(args, name) for name in names}
-    return modeling.load_policy(args.model_name_or_path, device=device, **flags)
+    sharded = read_deepspeed(args)["zero_optimization"]["stage"] == 3 and not args.eval_only
+    return modeling.load_policy(args.model_name_or_path, device=device, sharded=sharded, **flags)
 
 
 def start_engine(args, model, world, device, trained=True):
@@ -1125,19 +1137,50 @@ def start_engine(args, model, world, device, trained=True):
     import deepspeed
 
     if trained and args.gradient_checkpointing:
-        modeling.checkpoint_blocks(model, **json.loads(args.gradient_checkpointing_kwargs or "{}"))
+        # reentrant unless told otherwise: the processor has a fifth less to do in an update, and the GPU waits for it
+        modeling.checkpoint_blocks(model, **json.loads(args.gradient_checkpointing_kwargs or '{"use_reentrant": true}'))
     policy = modeling.Policy(model.requires_grad_(False) if not trained else model, args.temperature)
     config = deepspeed_config(args, world, model.config.text_config.hidden_size, device.type)
     if not trained and config["zero_optimization"]["stage"] < 3:
         return policy
     if not trained:
         del config["optimizer"]  # without one, DeepSpeed shards for inference
+    if config["zero_optimization"]["stage"] == 3:
+        # a block's weights are gathered together, not one linear layer's after the other
+        blocks = model.model.language_model.layers[0], model.model.visual.blocks[0]
+        deepspeed.utils.set_z3_leaf_modules(policy, [type(block) for block in blocks])
+        # cut the parameters up one by one: a GPU need not hold all of a model of which it keeps 1/world
+        deepspeed.zero.Init(module=policy, config_dict_or_path=config)
+        policy.to(device)  # the buffers
     parameters = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     # DeepSpeed 0.19.8 casts parameters to bf16 and leaves the rotary tables in float32, as they must be
     engine = deepspeed.initialize(model=policy, model_parameters=parameters or None, config=config)[0]
     if config["zero_optimization"]["stage"] == 0:
         engine.enable_backward_allreduce = world > 1  # alone it would still copy all gradients together and back
+        if hasattr(engine.optimizer, "fp32_groups") and not engine.optimizer.fused_lamb_legacy:
+            engine.optimizer.step = functools.partial(step_at_once, engine.optimizer)
     return engine
+
+
+def step_at_once(optimizer):
+    """The optimizer step of stage 0 in bf16. DeepSpeed 0.19.8's own (FP16_UnfusedOptimizer.step) does the same tensor
+    by tensor, and waits for the GPU at each of them (825 in 3B) to see whether its gradient is finite."""
+    low, high = sum(optimizer.fp16_groups, []), sum(optimizer.fp32_groups, [])
+    for weight, master in zip(low, high, strict=True):
+        master.grad = torch.zeros_like(master) if weight.grad is None else weight.grad.float()
+        weight.grad = None  # its memory is the next one's
+    norm = torch.nn.utils.get_total_norm([master.grad for master in high])
+    optimizer._global_grad_norm = norm.item()  # waits for the GPU, once
+    optimizer.overflow = not math.isfinite(optimizer._global_grad_norm)
+    optimizer._update_scale(optimizer.overflow)  # there is no loss scale in bf16: this counts steps
+    if not optimizer.overflow:
+        if optimizer.clip_grad > 0:
+            torch.nn.utils.clip_grads_with_norm_(high, optimizer.clip_grad, norm)
+        optimizer.optimizer.step()
+        for weight, master in zip(low, high, strict=True):
+            weight.data.copy_(master)
+    for master in high:
+        master.grad = None
 
 
 # --- Flags -------------------------------------------------------------------------------------------------------

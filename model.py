@@ -87,13 +87,14 @@ class Processor:
 
 def load_policy(
     path, *, attn_implementation="auto", torch_dtype="bfloat16", device=None, min_pixels=None, max_pixels=None,
-    freeze_vision_modules=False,
+    freeze_vision_modules=False, sharded=False,
 ):  # fmt: skip
     """Load a checkpoint folder (or hub name) as (model, processor); the family is the config's `model_type`.
 
-    `torch_dtype` is a name or a torch.dtype; `device` defaults to the GPU if there is one. The returned model is
-    transformers' own, with `attention_choice = (name, reason)` on it for the log. Raises ValueError for a folder
-    that does not exist, a family that is not in FAMILIES, or an attention that cannot be had.
+    `torch_dtype` is a name or a torch.dtype; `device` defaults to the GPU if there is one; `sharded` leaves the weights
+    in the processor's memory, from where ZeRO-3 brings each rank its part. The returned model is transformers' own,
+    with `attention_choice = (name, reason)` on it for the log. Raises ValueError for a folder that does not exist, a
+    family that is not in FAMILIES, or an attention that cannot be had.
     """
     path = os.path.expanduser(os.fspath(path))
     if path.startswith(("/", "./", "../")) and not os.path.isdir(path):
@@ -132,7 +133,7 @@ def load_policy(
     processor = Processor(path, model_type, **limits)
     if freeze_vision_modules:
         model.model.visual.requires_grad_(False)
-    return model.to(device), processor
+    return model if sharded else model.to(device), processor
 
 
 def weight_counts(model):
@@ -213,9 +214,12 @@ def checkpoint_blocks(model, *, use_reentrant=False, every=1):
     """Recompute the activations of every `every`-th decoder layer and vision block; returns how many were wrapped.
 
     Only a block's input is kept from the forward (Chen et al., arXiv 1604.06174): memory falls from all activations
-    to one hidden state a block, for about a third more time. Nothing is recomputed where no gradient is asked for,
-    so sampling never pays. The wrapper sits on `block.forward`, inside ZeRO-3's hooks on the block and outside those
-    on its layers, so that the recomputation gathers their weights again.
+    to one hidden state a block, for about a third more arithmetic. Nothing is recomputed where no gradient is asked
+    for, so sampling never pays. The wrapper sits on `block.forward`, inside ZeRO-3's hooks on the block, which gather
+    its weights before its backward as they do before its forward.
+
+    `use_reentrant` takes `Recompute` below; otherwise PyTorch's form that is not reentrant, which does the same through
+    two Python calls for every tensor that autograd saves.
     """
     blocks = [*model.model.visual.blocks, *model.model.language_model.layers]
     wrapped = blocks[::every]
@@ -224,13 +228,34 @@ def checkpoint_blocks(model, *, use_reentrant=False, every=1):
     return len(wrapped)
 
 
-def _checkpointed(forward, use_reentrant, *args, **kwargs):
+def _checkpointed(forward, use_reentrant, hidden, **kwargs):
     if not torch.is_grad_enabled():
-        return forward(*args, **kwargs)
-    # The reentrant form takes no keyword arguments, so they travel in a partial. Nothing here draws random numbers, and
-    # the recomputation is the same code, so states need not be saved, nor shapes compared.
+        return forward(hidden, **kwargs)
+    if use_reentrant and hidden.requires_grad:  # else there is nothing before the block to hand a gradient to
+        return Recompute.apply(functools.partial(forward, **kwargs), hidden)
+    # Nothing here draws random numbers, and the recomputation is the same code, so states need not be saved, nor shapes
+    # compared.
     options = {"preserve_rng_state": False, "determinism_check": "none"}
-    return checkpoint(functools.partial(forward, **kwargs), *args, use_reentrant=use_reentrant, **options)
+    return checkpoint(forward, hidden, use_reentrant=False, **options, **kwargs)
+
+
+class Recompute(torch.autograd.Function):
+    """Run a block without a graph, and once more with one when its gradient is due. Reentrant: a backward within the
+    backward, which leaves the gradients of the block's weights where any backward leaves them."""
+
+    @staticmethod
+    def forward(ctx, block, hidden):
+        ctx.block = block
+        ctx.save_for_backward(hidden)
+        return block(hidden)
+
+    @staticmethod
+    def backward(ctx, grad):
+        hidden = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            out = ctx.block(hidden)
+        torch.autograd.backward(out, grad)
+        return None, hidden.grad
 
 
 # --- The packed row: [prompt, completion 1 ... completion G], several groups one after the other --------------------

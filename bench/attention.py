@@ -55,7 +55,7 @@ def measure(path, attention, checkpointing, form, G, R, repeats, record):
     model.train()  # transformers checkpoints in training mode alone; these families have no dropout
     if form == "packed":
         if checkpointing:
-            modeling.checkpoint_blocks(model)
+            modeling.checkpoint_blocks(model, use_reentrant=True)
         policy = modeling.Policy(model)
         prompt["position_ids"] = modeling.prompt_positions(model, prompt)
         row = modeling.build_row([(prompt, list(completions))], model.device)

@@ -112,7 +112,7 @@ def main():
     path, dataset = open_work(args.work)
     ceiling, size = ceilings(), sizes(path)
     model, processor = modeling.load_policy(path, torch_dtype="bfloat16" if torch.cuda.is_available() else "float32")
-    modeling.checkpoint_blocks(model)
+    modeling.checkpoint_blocks(model, use_reentrant=True)
     policy, pad_id = modeling.Policy(model), modeling.eos_token_ids(model, processor.tokenizer)[0]
     width = sum(layer.self_attn.o_proj.in_features for layer in model.model.language_model.layers)
     points = [(args.base[0], G, None) for G in args.generations]

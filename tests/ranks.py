@@ -1,15 +1,18 @@
 """Run a function on several ranks, each a process forked from the test's: 2 s instead of a launcher's 10."""
 
+import faulthandler
 import multiprocessing
 import os
 import socket
+import sys
 import traceback
 
 
-def _child(function, rank, world, port, arguments, results):
+def _child(function, rank, world, port, arguments, results, timeout):
     import torch
 
     torch.set_num_threads(1)
+    faulthandler.dump_traceback_later(timeout - 5, file=sys.__stderr__)  # where it hangs, if it does
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "DS_ACCELERATOR": "cpu"}
     try:
@@ -21,14 +24,14 @@ def _child(function, rank, world, port, arguments, results):
     os._exit(0)  # no clean-up of what belongs to the parent
 
 
-def run_ranks(world, function, *arguments, timeout=120):
+def run_ranks(world, function, *arguments, timeout=100):
     """What `function(*arguments)` returns on each of `world` ranks, in order. Raises with a rank's own traceback."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     context = multiprocessing.get_context("fork")
     results = context.Queue()
-    start = lambda rank: context.Process(target=_child, args=(function, rank, world, port, arguments, results))  # noqa: E731
+    start = lambda rank: context.Process(target=_child, args=(function, rank, world, port, arguments, results, timeout))  # noqa: E731
     children = [start(rank) for rank in range(world)]
     for child in children:
         child.start()

@@ -27,6 +27,8 @@ import torch
 from test_launch import ROOT, environment, launch, processes_with, until
 from test_run import flags, lines, pictures, reward_file, run_once
 from test_update import arguments, fixed_step, rank_batch
+from tqdm import tqdm
+from tqdm.std import TqdmDefaultWriteLock
 
 import grpo
 import model as M
@@ -561,6 +563,28 @@ def test_a_run_outlives_its_console(checkpoints, pictures, tmp_path, reward_file
         process.stdout.close(), process.stderr.close()
         assert process.wait(timeout=100) == 0
     assert len(lines(tmp_path / "run")) == 3 and (tmp_path / "run" / "exit_status").read_text() == "0\n"
+
+
+def run_with_tqdms_own_lock(args):
+    tqdm.set_lock(TqdmDefaultWriteLock())
+    run_once(args)
+
+
+def test_a_process_killed_while_it_writes_holds_nobody_up(checkpoints, pictures, tmp_path):
+    """tqdm's lock is shared with forked processes, data workers for one, and stays with one that is killed."""
+    (tmp_path / "reward.py").write_text(
+        "import os\nfrom tqdm import tqdm\n"
+        "def reward(prompts, completions, **columns):\n"
+        "    if (process := os.fork()) == 0:\n"
+        "        tqdm.get_lock().acquire()\n"
+        "        os._exit(0)\n"
+        "    os.waitpid(process, 0)\n"
+        "    return [0.0] * len(completions)\n"
+    )
+    more = {"reward_funcs": [f"{tmp_path}/reward.py:reward"], "max_steps": 2}
+    args = flags(checkpoints["qwen2_vl"], pictures, tmp_path / "run", **more)
+    run_ranks(1, run_with_tqdms_own_lock, args, timeout=30)
+    assert len(lines(tmp_path / "run")) == 2
 
 
 def test_leaving_python_is_no_success(checkpoints, pictures, tmp_path):

@@ -135,6 +135,8 @@ SETTINGS = {
     "1 rank, a small token budget": (1, {"max_tokens_per_forward": 60}),
     "2 ranks, ZeRO-3": (2, {}),
     "2 ranks, ZeRO-3, a small token budget": (2, {"max_tokens_per_forward": 70}),
+    "2 ranks, ZeRO-3, checkpointing not reentrant": (2, {"gradient_checkpointing_kwargs": '{"use_reentrant": false}'}),
+    "2 ranks, ZeRO-3, no checkpointing": (2, {"gradient_checkpointing": False, "max_tokens_per_forward": 70}),
     "1 rank, ZeRO-0": (1, {"zero_stage": 0}),
     "2 ranks, ZeRO-0": (2, {"zero_stage": 0}),
     "2 ranks, ZeRO-1, a small token budget": (2, {"zero_stage": 1, "max_tokens_per_forward": 70}),
@@ -161,3 +163,61 @@ def test_same_update_of_other_losses(checkpoints, tmp_path, flags):
     run = functools.partial(train_fixed, folder, tmp_path, 2, max_tokens_per_forward=70, **flags)
     for result in run_ranks(2, run):
         assert_same(result, want)
+
+
+def fetched(folder, out):
+    """The modules whose weights ZeRO-3 gathers in an update."""
+    args = arguments(folder, out, per_device_train_batch_size=8, freeze_vision_modules=True)
+    rank, world, device = grpo.start_processes(args)
+    model, processor = grpo.load_policy(args, device)
+    run = grpo.Run(args, rank, world, device, processor, eos=[0], pad=0, total=1)
+    run.engine = grpo.start_engine(args, model, world, device)
+    coordinator, names = run.engine.optimizer.parameter_offload.get_param_coordinator(), []
+    fetch = coordinator.fetch_sub_module
+    coordinator.fetch_sub_module = lambda module, forward: [names.append(type(module).__name__), fetch(module, forward)]
+    batch = rank_batch(*fixed_step(model, processor, 0), rank, world)
+    everyone = grpo.compare_phase(run, batch)
+    grpo.update_phase(run, batch, everyone)
+    return names
+
+
+def test_zero_3_gathers_a_block_at_a_time(checkpoints, tmp_path):
+    """With the vision tower frozen: its blocks once, the decoder's layers before forward and backward."""
+    for names in run_ranks(2, functools.partial(fetched, checkpoints["qwen2_5_vl"], tmp_path)):
+        assert names.count("Qwen2_5_VLDecoderLayer") == 2 * 2 and names.count("Qwen2_5_VLVisionBlock") == 3
+        assert "Qwen2_5_VLMLP" not in names
+
+
+def stepped(folder, out, own, spoil, **flags):
+    """Two optimizer steps of stage 0 in bf16 on random gradients, by DeepSpeed's own function or by ours."""
+    args = arguments(folder, out, per_device_train_batch_size=16, zero_stage=0, bf16=True, weight_decay=0.1, **flags)
+    _, world, device = grpo.start_processes(args)
+    engine = grpo.start_engine(args, grpo.load_policy(args, device)[0], world, device)
+    assert engine.optimizer.step.func is grpo.step_at_once
+    if own:
+        del engine.optimizer.step  # what the class defines is left
+    norms, generator = [], torch.Generator().manual_seed(0)
+    for step in range(2):
+        for i, parameter in enumerate(engine.module.parameters()):
+            if i != 3:  # one took no part
+                parameter.grad = torch.randn(parameter.shape, generator=generator).bfloat16()
+        if spoil and step == 1:
+            parameter.grad[-1] = torch.inf
+        engine.optimizer.step()
+        norms.append(engine.optimizer._global_grad_norm)
+        engine.optimizer.zero_grad()
+    assert engine.optimizer.overflow is spoil and engine.optimizer.loss_scale_config.cur_iter == 2
+    masters = [master.detach().numpy() for master in sum(engine.optimizer.fp32_groups, [])]
+    return norms, masters, [parameter.detach().float().numpy() for parameter in engine.module.parameters()]
+
+
+@pytest.mark.parametrize("spoil, limit", [(False, 1.0), (False, 0.0), (True, 1.0)])
+def test_the_step_at_once_is_deepspeeds(checkpoints, tmp_path, spoil, limit):
+    run = functools.partial(stepped, checkpoints["qwen2_5_vl"], tmp_path, spoil=spoil, max_grad_norm=limit)
+    ((norms, masters, weights),) = run_ranks(1, functools.partial(run, own=False))
+    ((want_norms, want_masters, want_weights),) = run_ranks(1, functools.partial(run, own=True))
+    assert norms == pytest.approx(want_norms, rel=1e-5)
+    for got, want in zip(masters, want_masters, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+    differ = sum((got != want).sum() for got, want in zip(weights, want_weights, strict=True))
+    assert differ < 20  # rounded to the other side

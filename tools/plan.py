@@ -141,12 +141,14 @@ def activations(model, kind, e, checkpointed, groups, patches, frozen=False):
 
 def optimizer_bytes(args, zero, world, P, trained):
     """DeepSpeed's part of P parameters: bytes of weights, optimizer states, gradients in the update, gradients before
-    the optimizer's step, and what that adds: a float32 copy of the gradients, under ZeRO of a flattened copy."""
+    the optimizer's step, and what that adds: a float32 copy of the gradients, at stage 0 in their place, under ZeRO
+    of a flattened copy."""
     stage, e = zero["stage"], 2 if args.torch_dtype == "bfloat16" else 4
     share = trained / (world if stage else 1)  # numbers that this rank updates
     states = 8 * share + (4 * share if stage or e == 2 else 0)  # moments and master weights
     weights, gradients = e * P / (world if stage == 3 else 1), e * (share if stage > 1 else trained)
-    step = (4 * (e == 2) + e * (stage > 0)) * (min(share, zero.get("sub_group_size", LIVE)) if stage == 3 else share)
+    added = 4 * (e == 2) + (e if stage else -e * (e == 2))
+    step = added * (min(share, zero.get("sub_group_size", LIVE)) if stage == 3 else share)
     if stage and zero.get("offload_optimizer", {}).get("device", "none") != "none":
         states, gradients, share, step = 0, gradients if stage == 1 else 0, 0, 0  # gradients leave as they come
     if stage == 3 and zero.get("offload_param", {}).get("device", "none") != "none":
