@@ -142,13 +142,15 @@ def config_sizes(config, itemsize):
     with torch.device("meta"):
         model = getattr(transformers, modeling.FAMILIES[config.model_type][0])(config)
     model.tie_weights()
-    attention = [layer.self_attn for layer in model.model.language_model.layers]
+    layers, matrices = model.model.language_model.layers, lambda module: sum(p.ndim > 1 for p in module.parameters())
+    blocks = [*layers, *model.model.visual.blocks]
     return modeling.weight_counts(model) | {
         "parameters": sum(p.numel() for p in model.parameters()),
-        "matrices": sum(p.ndim > 1 for p in model.parameters()),
+        "matrices": matrices(model),
+        "units": len(blocks) + matrices(model) - sum(map(matrices, blocks)),  # that ZeRO-3 gathers: a block together
         "vectors": sum(p.ndim == 1 for p in model.parameters()),
         "itemsize": itemsize,
-        "kv": 2 * itemsize * sum(a.k_proj.out_features for a in attention),
+        "kv": 2 * itemsize * sum(layer.self_attn.k_proj.out_features for layer in layers),
     }
 
 

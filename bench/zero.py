@@ -20,12 +20,12 @@ bf16; shares of what the GPU allows are those measured on one):
     update       update / share of matrix peak
     gather       ring(weights, a call a parameter): in the open, matrices before the rollout, norms and biases, which
                  DeepSpeed keeps whole, after the optimizer
-    traffic      2 ring(weights, a call a matrix) + ring(gradients, a call a bucket), for every packed row
+    traffic      2 ring(weights, a call a block) + ring(gradients, a call a bucket), for every packed row
     step         rollout + gather + max(update, traffic) where all traffic hides, or their sum where none does
 
 Latencies are those NCCL's own tuning assumes for a ring with LL128 (hwLat in src/graph/tuning.cc), NVLink's bandwidth
 was measured with an all-gather of two H200s, the network's is assumed: 400 Gb/s a GPU. The traffic's calls and bytes
-are the most there can be: DeepSpeed prefetches several small matrices in one call, and keeps 1e9 parameters between
+are the most there can be: DeepSpeed prefetches several small blocks in one call, and keeps 1e9 parameters between
 forward and backward. Left out: the optimizer, whose share of the update shrinks with W; stragglers.
 """
 
@@ -168,7 +168,7 @@ def on_paper(size, task, ceiling, shares, world, rows=1):
         "update": floor["update"] / shares["update"],
     }
     buckets = math.ceil(size["parameters"] / TUNED["reduce_bucket_size"])
-    found["traffic"] = rows * (2 * ring(weights, size["matrices"], world) + ring(weights, buckets, world))
+    found["traffic"] = rows * (2 * ring(weights, size["units"], world) + ring(weights, buckets, world))
     found["step"] = found["rollout"] + found["gather"] + max(found["update"], found["traffic"])
     found["step_exposed"] = found["rollout"] + found["gather"] + found["update"] + found["traffic"]
     tokens = task["prompts"] * (task["prompt_tokens"] + task["generations"] * task["length"]) / rows

@@ -197,10 +197,11 @@ def test_on_paper():
     assert one["update"] == pytest.approx(0.54 / 0.4, rel=0.01)
     many = zero.on_paper(size, task, ceiling, shares, world=8)
     assert size["matrices"] == 36 * 7 + 1 + 32 * 5 + 1 + 2  # decoder, embedding, vision blocks, patches, merger
+    assert size["units"] == 36 + 1 + 32 + 1 + 2
     # 2 norms and 3 biases a layer, and a norm; 2 norms and 5 biases a vision block; the merger's norm and 2 biases
     assert size["vectors"] == 36 * 5 + 1 + 32 * 7 + 3
     assert many["gather"] == pytest.approx(7.509e9 * 7 / 8 / 280e9 + (416 + 408) * 7 * 1.9e-6, rel=1e-3)
-    assert many["traffic"] == pytest.approx(3 * 7.509e9 * 7 / 8 / 280e9 + (2 * 416 + 38) * 7 * 1.9e-6, rel=1e-3)
+    assert many["traffic"] == pytest.approx(3 * 7.509e9 * 7 / 8 / 280e9 + (2 * 72 + 38) * 7 * 1.9e-6, rel=1e-3)
     assert many["step_exposed"] - many["step"] == pytest.approx(many["traffic"])
     few = task | {"prompts": task["prompts"] * many["break_even"] / (8 * (468 + 8 * 256))}
     even = zero.on_paper(size, few, ceiling, shares, world=8)
