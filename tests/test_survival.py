@@ -422,8 +422,9 @@ def test_a_full_disk_costs_what_it_could_not_hold_and_no_more(checkpoints, pictu
 
 @slow
 def test_a_frozen_rank_ends_the_job(checkpoints, pictures, tmp_path):
-    """SIGSTOP, the worst case: the others wait --stall_timeout, then torchrun 30 s before it kills."""
+    """SIGSTOP, the worst case: it cannot say anything, and torchrun waits 30 s before it kills."""
     fault = "rank == '1' and step == 4 and ((here / 'reached').touch(), os.kill(os.getpid(), signal.SIGSTOP))"
+    fault = fault.replace(".touch()", ".write_text(str(os.getpid()))")
     words = command(checkpoints, pictures, tmp_path, fault, stall_timeout=10)
     shared = remains(tmp_path)[1]
     job = launched(words, tmp_path)
@@ -431,7 +432,38 @@ def test_a_frozen_rank_ends_the_job(checkpoints, pictures, tmp_path):
     began = time.monotonic()
     status, said = ended(job, tmp_path, shared, 10 + 60)
     print(f"from SIGSTOP to the end of launch.sh, --stall_timeout 10: {time.monotonic() - began:.1f} s")
-    assert status == 1 and "Timed out" in said.splitlines()[-1], said
+    assert status == 4, said
+    told = said[said.rindex("grpo.py, rank 0: no phase began for 10 s") :]
+    assert "rank 1 is missing\n  rank 0: compare after step 3; rank 1: frozen, or stuck in C\n" in told, said
+    assert f"py-spy dump --pid {(tmp_path / 'reached').read_text()}`" in told, said
+
+
+def test_a_rank_that_sleeps_ends_the_job_and_is_named(checkpoints, pictures, tmp_path):
+    """Two slow steps, which are none of its business, then one rank sleeps. The verdict comes last and once, with the
+    stacks of both ranks in their files."""
+    fault = "time.sleep(3) if step < 3 else rank == '1' and time.sleep(99)"
+    words, shared = command(checkpoints, pictures, tmp_path, fault, stall_timeout=5), remains(tmp_path)[1]
+    job = launched(words, tmp_path)
+    status, said = ended(job, tmp_path, shared, 100)
+    assert status == 4 and [line["step"] for line in lines(tmp_path / "run")] == [1, 2], said
+    assert (tmp_path / "run" / "exit_status").read_text() == "4\n"
+    told = said[said.rindex("grpo.py, rank 0: no phase began for 5 s") :]
+    assert "rank 1 is missing\n  rank 0: compare after step 2; rank 1: reward after step 2\n" in told, said
+    assert said.count("no phase began") == 2  # where it is met, and below torchrun's report
+    assert "py-spy dump --pid" in told and "export NCCL_DEBUG=INFO" in told and "nothing is saved in" in told
+    stacks = [(tmp_path / "run" / "ranks" / f"stacks_{rank}.txt").read_text() for rank in (0, 1)]
+    assert "in compare_phase" in stacks[0] and "all_gather_object" in stacks[0]
+    assert "reward.py" in stacks[1] and "in score_phase" in stacks[1] and "all_gather" not in stacks[1]
+
+
+@slow
+def test_a_rank_stuck_in_c_ends_the_job(checkpoints, pictures, tmp_path):
+    """It holds Python's lock, so that none of its threads can speak; faulthandler's own shows the line all the same."""
+    fault = "rank == '1' and step == 2 and __import__('re').match('(a|aa)+$', 'a' * 60 + 'b')"
+    words, shared = command(checkpoints, pictures, tmp_path, fault, stall_timeout=5), remains(tmp_path)[1]
+    status, said = ended(launched(words, tmp_path, TORCH_ELASTIC_SHUTDOWN_TIMEOUT="10"), tmp_path, shared, 100)
+    assert status == 4 and "rank 1: frozen, or stuck in C" in said, said
+    assert "reward.py" in (tmp_path / "run" / "ranks" / "stacks_1.txt").read_text()
 
 
 @slow
