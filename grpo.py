@@ -243,7 +243,7 @@ class Run:
     stop: Stop = field(default_factory=lambda: Stop())
     identity: dict = field(default_factory=dict)  # what a checkpoint of this run must be resumed with
     bad: list = field(default_factory=list)  # records of the updates left out, since the last that was done
-    phase: str = "start"  # or one of PHASES
+    phase: str = "start"  # see `train`
     idle: int = 0  # seconds since a phase began, see `watch`
     stacks: object = None  # the file for this rank's stacks
     forward: tuple = (0, 0)  # tokens of the largest forward of this phase, and the fewest that a budget could make it
@@ -970,9 +970,7 @@ def load_checkpoint(run, folder):
 
 # --- Signals, lost ranks, hangs, memory ----------------------------------------------------------------------------
 
-PROCESSES = []  # (host, process id) of every rank
 NEIGHBOURS = {}  # process id -> rank, of the other ranks on this node
-PHASES = "start log save evaluation wait_data rollout reward compare update".split()  # in the order of a `run.step`
 
 
 class Stopped(Exception):
@@ -1045,48 +1043,26 @@ def enter(run, phase):
 
 
 def watch(run):
-    """A thread of every rank. When no phase has begun for --stall_timeout seconds, here or on another rank, it leaves
-    this rank's Python stacks in <output_dir>/ranks and ends the process with status 4; one rank tells who is missing.
+    """A thread of every rank: where no phase has begun for --stall_timeout seconds, here or on another rank, it leaves
+    this rank's stacks in <output_dir>/ranks, of which tools/monitor.py tells who is missing, and ends it with status 4.
 
     Seconds are counted while the process runs, so that a job may be stopped and continued. They do not count in the
-    start, where models are read, and in a save, where one rank writes while the others wait.
-    """
-    folder = os.path.join(run.args.output_dir, "ranks")
-    alarm = os.path.join(folder, "stalled")
+    start, where models are read, and in a save, where one rank writes while the others wait."""
+    alarm = os.path.join(os.path.dirname(run.stacks.name), "stalled")
     while run.idle < run.args.stall_timeout and not os.path.exists(alarm):
         time.sleep(1)
         run.idle += run.phase not in ("start", "save")
-    with contextlib.suppress(OSError):  # a full disk: the run ends all the same
-        faulthandler.cancel_dump_traceback_later()
-        print(f"rank {run.rank}: {run.phase} after step {run.step}", file=run.stacks, flush=True)
+    faulthandler.cancel_dump_traceback_later()
+    message = ""
+    with contextlib.suppress(OSError):  # of the alarm, where another rank was first; of a full disk
+        print(json.dumps({"step": run.step, "phase": run.phase}), file=run.stacks, flush=True)
         faulthandler.dump_traceback(run.stacks)
-        open(alarm, "w").close()
-    time.sleep(5)  # the others see the alarm and write theirs
-    places = [(-1, -1)] * run.world  # (step, phase) of each rank
-    for rank in range(run.world):
-        with open(os.path.join(folder, f"stacks_{rank}.txt")) as file:
-            if found := re.search(r"(?m)^rank \d+: (\w+) after step (\d+)$", file.read()):
-                places[rank] = int(found[2]), PHASES.index(found[1])
-    speaks = [rank for rank, place in enumerate(places) if place[0] >= 0]
-    if run.rank == min(speaks, default=run.rank):
-        leave_status(run.args.output_dir, 4, run.rank, hang_message(run.args, places))
-    else:
-        time.sleep(10)  # torchrun ends this rank as soon as the other has spoken
+        open(alarm, "x").close()
+        message = f"no phase began for {run.args.stall_timeout} s (--stall_timeout); python tools/monitor.py says more"
+    time.sleep(5)  # the other ranks see the alarm and write theirs
+    leave_status(run.args.output_dir, 4, run.rank, message and f"{message}; {what_counts(run.args)}")
+    time.sleep(0 if message else 10)  # torchrun ends the others as soon as the first has left
     os._exit(4)
-
-
-def hang_message(args, places):
-    """What each rank was doing, the one that is furthest behind, and where to look next. (-1, -1): it could not say."""
-    missing = [rank for rank, place in enumerate(places) if place == min(places)]
-    said = [f"{PHASES[phase]} after step {step}" if step >= 0 else "frozen, or stuck in C" for step, phase in places]
-    who = f"rank {str(missing)[1:-1]} is missing" if len(missing) < len(places) else "all are in the same phase"
-    (host, process), folder = PROCESSES[missing[0]], os.path.join(args.output_dir, "ranks")
-    log = os.environ.get("NCCL_DEBUG_FILE", os.path.join(folder, "nccl_*.txt"))
-    return f"""no phase began for {args.stall_timeout} s (if it is only slow: a larger --stall_timeout); {who}
-  {"; ".join(f"rank {rank}: {what}" for rank, what in enumerate(said))}
-  Python stacks: {folder}/stacks_*.txt; {what_counts(args)}
-  more: `py-spy dump --pid {process}` on {host} while it hangs (torchrun leaves a frozen rank 30 s, or
-  TORCH_ELASTIC_SHUTDOWN_TIMEOUT); `export NCCL_DEBUG=INFO`, the same command, then {log}"""
 
 
 def out_of_memory(error):
@@ -1097,27 +1073,25 @@ def out_of_memory(error):
 
 
 def memory_message(run, error):
-    """What ran out where, and the cure. The gradient is the same under any budget: where a smaller one helps, launch.sh
-    finds the flags to go on with in the file `retry`. `run` is None while the run is being started."""
+    """What ran out where, and the cure. Where a smaller budget is one, launch.sh finds the flags to go on with in the
+    file `retry`: the gradient is the same under any. `run` is None while it is being started."""
     phase, step, size, least = (run.phase, run.step, *run.forward) if run else ("start", 0, 0, 0)
     said = f"out of memory in {phase} after step {step}: {str(error).splitlines()[0]}"
     if torch.cuda.is_available():
         numbers = torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), torch.cuda.mem_get_info()[1]
-        said += "\n  {:.1f} GB allocated, {:.1f} reserved, of {:.1f}".format(*(number / 1e9 for number in numbers))
-    budget = max(least, size // 2)
-    if budget == size:
-        return f"{said}\n  no --max_tokens_per_forward helps here; the same command with --plan says what does"
-    args, flags = run.args, ["--max_tokens_per_forward", str(budget)]
-    saved = None if args.eval_only else checkpoints(args.output_dir)
-    if saved or saved is not None and (args.resume_from_checkpoint or "true").lower() in ("true", "false"):
+        said += "; {:.1f} GB allocated, {:.1f} reserved, of {:.1f}".format(*(number / 1e9 for number in numbers))
+    if least == size:
+        return f"{said}; no --max_tokens_per_forward helps here, --plan with the same flags says what does"
+    args, flags = run.args, ["--max_tokens_per_forward", str(max(least, size // 2))]
+    saved = [] if args.eval_only else checkpoints(args.output_dir)
+    from_a_folder = (args.resume_from_checkpoint or "true").lower() not in ("true", "false")
+    if saved or not args.eval_only and not from_a_folder:
         flags += ["--resume_from_checkpoint", "true"]
     if "GRPO_STATUS" in os.environ and not (saved and args.save_only_model):
         with open(os.path.join(os.environ["GRPO_STATUS"], "retry"), "w") as file:
             file.write("\n".join(flags) + "\n")
-    return (
-        f"{said}\n  its largest forward had {size} tokens, --max_tokens_per_forward is {args.max_tokens_per_forward}; "
-        f"the gradient is the same with `{' '.join(flags)}`"
-    )
+    budget = f"--max_tokens_per_forward {args.max_tokens_per_forward}, and {size} tokens in its largest forward"
+    return f"{said}; {budget}. The gradient is the same with `{' '.join(flags)}`"
 
 
 def follow_the_rank(_):
@@ -1217,7 +1191,6 @@ def start_processes(args):
     rank, world, mine = dist.get_rank(), dist.get_world_size(), (socket.gethostname(), os.getpid())
     everyone = [None] * world
     dist.all_gather_object(everyone, mine)
-    PROCESSES[:] = everyone
     NEIGHBOURS.clear()
     NEIGHBOURS.update({pid: other for other, (host, pid) in enumerate(everyone) if host == mine[0] and other != rank})
     return rank, world, device
@@ -1446,6 +1419,7 @@ def main():
         else:
             run.stop.listen(run)
             run.stacks = open(os.path.join(args.output_dir, "ranks", f"stacks_{rank}.txt"), "w")
+            print(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}), file=run.stacks, flush=True)
             threading.Thread(target=watch, args=(run,), daemon=True).start()
             train(run, model, train_records, val_records)
         status = 0
