@@ -1439,8 +1439,8 @@ def main():
             traceback.print_exc()
             message = f"{type(error).__name__}: {error}"
     leave_status(folder, status, int(rank), message)
-    if status and NEIGHBOURS:
-        os._exit(status)  # at once: a clean exit might wait for the others
+    if status == 3 or status and NEIGHBOURS:
+        os._exit(status)  # at once: a clean exit needs memory, or might wait for the others
     if dist.is_initialized():
         dist.destroy_process_group()
     sys.exit(status)

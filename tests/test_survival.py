@@ -6,6 +6,7 @@ The tiny model on CPU. Runs that need no launcher are forked (see ranks.py); tho
 
 import contextlib
 import functools
+import itertools
 import json
 import math
 import multiprocessing
@@ -239,6 +240,59 @@ def test_a_rank_that_is_lost_ends_the_job(checkpoints, pictures, tmp_path, fault
     print(f"from the fault to the end of launch.sh: {time.monotonic() - began:.1f} s")
     assert got == status and cause in said.splitlines()[-1], said
     assert "Traceback" not in said.split("torch/distributed/elastic")[0] and "Connection closed" not in said, said
+
+
+# ------------------------------------------------------------------------------------------------------------- memory
+
+SHORT = """
+import ctypes, resource
+ctypes.CDLL(None).mallopt(-3, 1 << 16), ctypes.CDLL(None).mallopt(-1, 0)  # what is freed goes back to the system
+done, size = sum(1 for _ in open(here / "run" / "metrics.jsonl")), int(open("/proc/self/statm").read().split()[0])
+short = rank == {rank!r} and done == {step}
+resource.setrlimit(resource.RLIMIT_AS, (size * resource.getpagesize() + ({mb} << 20) if short else -1, -1))
+"""
+
+
+def short_of_memory(checkpoints, pictures, folder, mb, rank="0", step=3, **more):
+    """A run whose rank has, in the update after `step` steps, no more than `mb` MB beside what it holds then."""
+    fault = SHORT.format(rank=rank, mb=mb, step=step).strip().replace("\n", "\n    ")
+    more = {"num_generations": 8, "per_device_train_batch_size": 32, "max_completion_length": 300} | more
+    more["learning_rate"] = 1e-6  # so that completions stay as long as random ones are
+    return command(checkpoints, pictures, folder, fault, **more)
+
+
+@slow
+def test_a_run_without_memory_goes_on_with_half_the_budget(checkpoints, pictures, tmp_path):
+    """The last of two ranks cannot compute its row in one forward, but can in two. The run ends whole."""
+    words, shared = short_of_memory(checkpoints, pictures, tmp_path, 24, rank="1"), remains(tmp_path)[1]
+    status, said = ended(launched(words, tmp_path), tmp_path, shared, 120)
+    assert status == 0 and [line["step"] for line in lines(tmp_path / "run")] == [1, 2, 3, 4, 5, 6], said
+    (told,) = re.findall(r"rank 1: out of memory in update after step 3: .*DefaultCPUAllocator.*", said)[1:]
+    size = int(re.search(r"and (\d+) tokens in its largest forward", told)[1])
+    flags = f"--max_tokens_per_forward {size // 2} --resume_from_checkpoint true"
+    assert told.endswith(f"`{flags}`") and f"launch.sh: out of memory; starting again, 1 of 3, with {flags}" in said
+    assert f"--max_tokens_per_forward was 32768, from here on it is {size // 2}" in said
+    assert "2 of 3" not in said and f"resumed from {tmp_path}/run/checkpoint-3" in said
+    assert "A GPU needs" in said  # the plan's table
+    assert "Traceback" not in said.split("torch/distributed/elastic")[0]
+
+
+@slow
+def test_three_times_again_and_no_more(checkpoints, pictures, tmp_path):
+    words, shared = short_of_memory(checkpoints, pictures, tmp_path, 1, step=0), remains(tmp_path)[1]
+    status, said = ended(launched(words, tmp_path, NPROC="1"), tmp_path, shared, 200)
+    sizes = [int(size) for size in re.findall(r"and (\d+) tokens in its largest forward", said)[1::2]]
+    assert status == 3 and len(sizes) == 4 and all(b <= a // 2 + 50 for a, b in itertools.pairwise(sizes)), said
+    assert re.findall("starting again, (. of 3)", said) == ["1 of 3", "2 of 3", "3 of 3"]
+    assert "rank 0: out of memory in update after step 0: " in said.splitlines()[-1]
+
+
+def test_a_budget_given_by_hand_is_advised_about(checkpoints, pictures, tmp_path):
+    words = short_of_memory(checkpoints, pictures, tmp_path, 1, step=0, max_tokens_per_forward=32768)
+    shared = remains(tmp_path)[1]
+    status, said = ended(launched(words, tmp_path, NPROC="1"), tmp_path, shared, 100)
+    assert status == 3 and "The gradient is the same with `--max_tokens_per_forward " in said.splitlines()[-1], said
+    assert "starting again" not in said and said.count("torch.distributed.run --nnodes") == 1
 
 
 # ------------------------------------------------------------------------------------------------------- checkpoints
