@@ -261,6 +261,44 @@ def short_of_memory(checkpoints, pictures, folder, mb, rank="0", step=3, **more)
     return command(checkpoints, pictures, folder, fault, **more)
 
 
+ANEW = "--resume_from_checkpoint true"
+
+
+@pytest.mark.parametrize(
+    "forward, changed, saved, flags",
+    [
+        ((4001, 370), {}, False, f"--max_tokens_per_forward 2000 {ANEW}"),
+        ((600, 370), {}, True, f"--max_tokens_per_forward 370 {ANEW}"),  # a row of one completion is the smallest
+        ((370, 370), {}, True, None),
+        ((0, 0), {}, True, None),  # no forward: loading, the optimizer
+        ((4001, 370), {"resume_from_checkpoint": "elsewhere/checkpoint-9"}, False, "--max_tokens_per_forward 2000"),
+        ((4001, 370), {"resume_from_checkpoint": "run/checkpoint-1"}, True, f"--max_tokens_per_forward 2000 {ANEW}"),
+        ((4001, 370), {"save_only_model": True}, False, f"--max_tokens_per_forward 2000 {ANEW}"),
+        ((4001, 370), {"save_only_model": True}, True, None),  # would be refused
+        ((4001, 370), {"eval_only": True}, True, "--max_tokens_per_forward 2000"),
+    ],
+)
+def test_what_a_run_without_memory_goes_on_with(tmp_path, monkeypatch, forward, changed, saved, flags):
+    monkeypatch.setenv("GRPO_STATUS", str(tmp_path))
+    (tmp_path / "run" / ("checkpoint-3" if saved else "")).mkdir(parents=True)
+    args = grpo.Arguments(model_name_or_path="m", output_dir=str(tmp_path / "run"), **changed)
+    run = grpo.Run(args, 0, 1, torch.device("cpu"), None, [0], 0, phase="update", step=3, forward=forward)
+    with pytest.raises(ValueError) as caught:  # the allocator's own error, hidden by another
+        try:
+            torch.empty(1 << 46, dtype=torch.uint8)
+        except RuntimeError:
+            raise ValueError("the graph is not whole")  # noqa: B904
+    said = grpo.memory_message(run, grpo.out_of_memory(caught.value))
+    assert said.startswith("out of memory in update after step 3: ") and "DefaultCPUAllocator" in said
+    assert (tmp_path / "retry").exists() == bool(flags)
+    if flags:
+        assert (tmp_path / "retry").read_text().split() == flags.split() and f"`{flags}`" in said
+    else:
+        assert ("no --max_tokens_per_forward helps" in said) == (forward[0] == forward[1])
+    assert grpo.out_of_memory(ValueError("something else")) is None
+    assert "in start after step 0" in grpo.memory_message(None, MemoryError("out of memory"))
+
+
 @slow
 def test_a_run_without_memory_goes_on_with_half_the_budget(checkpoints, pictures, tmp_path):
     """The last of two ranks cannot compute its row in one forward, but can in two. The run ends whole."""
@@ -279,12 +317,13 @@ def test_a_run_without_memory_goes_on_with_half_the_budget(checkpoints, pictures
 
 @slow
 def test_three_times_again_and_no_more(checkpoints, pictures, tmp_path):
-    words, shared = short_of_memory(checkpoints, pictures, tmp_path, 1, step=0), remains(tmp_path)[1]
+    words = short_of_memory(checkpoints, pictures, tmp_path, 1, step=0, per_device_train_batch_size=64)
+    shared = remains(tmp_path)[1]
     status, said = ended(launched(words, tmp_path, NPROC="1"), tmp_path, shared, 200)
     sizes = [int(size) for size in re.findall(r"and (\d+) tokens in its largest forward", said)[1::2]]
-    assert status == 3 and len(sizes) == 4 and all(b <= a // 2 + 50 for a, b in itertools.pairwise(sizes)), said
+    assert status == 3 and len(sizes) == 4 and all(b <= a // 2 for a, b in itertools.pairwise(sizes)), said
     assert re.findall("starting again, (. of 3)", said) == ["1 of 3", "2 of 3", "3 of 3"]
-    assert "rank 0: out of memory in update after step 0: " in said.splitlines()[-1]
+    assert "rank 0: out of memory in update after step 0: " in said.splitlines()[-1] and "`" in said.splitlines()[-1]
 
 
 def test_a_budget_given_by_hand_is_advised_about(checkpoints, pictures, tmp_path):
