@@ -396,10 +396,10 @@ def update_phase(run, batch, everyone):
             # DeepSpeed averages over ranks, and the denominators are global. 0 x NaN is NaN: a loss that is not finite
             # makes the gradient's norm so on every rank, and then DeepSpeed leaves the update out, on every rank.
             engine.backward(loss * (1 + 0 * losses[-1]) * run.world)
-            if last and engine.optimizer is engine.basic_optimizer:  # stage 0 in float32 does neither: do it here
-                norm = torch.nn.utils.get_total_norm([p.grad for p in engine.parameters() if p.grad is not None])
             if last:
                 run.forward = 0, 0  # the optimizer's memory depends on no budget
+            if last and engine.optimizer is engine.basic_optimizer:  # stage 0 in float32 does neither: do it here
+                norm = torch.nn.utils.get_total_norm([p.grad for p in engine.parameters() if p.grad is not None])
             engine.step() if norm.isfinite() else engine.zero_grad()
             # sums over the row's tokens, so that the metrics are those of the whole step, not of its last row
             gap = (before - sampled[members, : logps.shape[1]]).abs()
@@ -1084,8 +1084,7 @@ def memory_message(run, error):
         return f"{said}; no --max_tokens_per_forward helps here, --plan with the same flags says what does"
     args, flags = run.args, ["--max_tokens_per_forward", str(max(least, size // 2))]
     saved = [] if args.eval_only else checkpoints(args.output_dir)
-    from_a_folder = (args.resume_from_checkpoint or "true").lower() not in ("true", "false")
-    if saved or not args.eval_only and not from_a_folder:
+    if saved or not args.eval_only and args.resume_from_checkpoint in (None, "true", "false"):  # else of that folder
         flags += ["--resume_from_checkpoint", "true"]
     if "GRPO_STATUS" in os.environ and not (saved and args.save_only_model):
         with open(os.path.join(os.environ["GRPO_STATUS"], "retry"), "w") as file:
@@ -1271,9 +1270,7 @@ class Arguments:
     # batch and optimizer
     per_device_train_batch_size: int = field(default=8, metadata={"help": "completions a GPU, with the next flag"})
     gradient_accumulation_steps: str = field(default="auto", metadata={"help": "a number, or auto: whole groups"})
-    max_tokens_per_forward: int = field(
-        default=32768, metadata={"help": "how a step is cut, to fit; never changes the gradient"}
-    )
+    max_tokens_per_forward: int = field(default=32768, metadata={"help": "how a step is cut: memory, not the gradient"})
     learning_rate: float = field(default=1e-6, metadata={"help": "peak"})
     lr_scheduler_type: str = field(default="linear", metadata={"help": "linear, cosine, constant(_with_warmup)"})
     warmup_ratio: float = field(default=0.0, metadata={"help": "share of the steps"})
@@ -1484,8 +1481,7 @@ def parse_arguments(quiet):
 def leave_status(folder, status, rank, message):
     """Say why a rank ends and leave that for launch.sh, which says it again below torchrun's report, with the status.
     Rank 0 speaks for all, but for what another rank may have met alone: a fault that the user can mend (2), too little
-    memory (3), a hang (4). launch.sh
-    gives a folder of its own, because two commands may name the same output folder."""
+    memory (3), a hang (4). launch.sh gives a folder of its own: two commands may name the same output folder."""
     folder = os.environ.get("GRPO_STATUS", folder)
     if rank and status not in (2, 3, 4) or status == 0 and not os.path.isdir(folder):
         return
