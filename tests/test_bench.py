@@ -148,3 +148,15 @@ def test_growth(tiny_work, tmp_path):
     weights = 8 * size["itemsize"] * (size["blocks"] + size["head"]) / meta["ceilings"]["bytes_per_s"]
     assert 2 * fewer["rollout_paper_s"] - base["rollout_paper_s"] == pytest.approx(weights)
     assert meta["measured_over_paper"]["step"] > 1
+
+
+def test_memory(tiny_work, tmp_path):
+    flags = "--prompts 2 --generations 2 --length 8 --steps 2 --only".split()
+    _, rows = run("memory.py", tiny_work, tmp_path / "memory.json", *flags, "stage 1", "math kernel")
+    setting, advice = rows
+    assert setting["error"] is None and advice["error"] is None and advice["on"].startswith("stage 0, sdpa")
+    assert setting["step_s"] > 0 and advice["step_s"] > 0
+    parameters = bench.sizes(os.path.join(tiny_work, "model"))["parameters"]
+    assert setting["planned_gb"] > 16 * parameters / 1e9 and "planned_gb" not in advice
+    if torch.cuda.is_available():
+        assert setting["reserved_gb"] >= setting["peak_gb"] > 0 and setting["deviation"] is not None
