@@ -27,6 +27,7 @@ import argparse
 import concurrent.futures
 import contextlib
 import datetime
+import faulthandler
 import fcntl
 import functools
 import importlib.util
@@ -69,9 +70,9 @@ def start(args):
     """Processes, model and data: returns (run, model, training records, held-out records)."""
     reward_funcs = [rewards.load_reward(spec) for spec in args.reward_funcs]  # what a typo stops, stops it at once
     sources = data.parse_sources(args.data_file_paths, args.image_folders, args.dataset_name, args.image_root)
-    rank, world, device = start_processes(args)
-    if rank == 0 and not args.eval_only:
+    if os.environ.get("RANK", "0") == "0" and not args.eval_only:
         claim_folder(args.output_dir)
+    rank, world, device = start_processes(args)
     model, processor = load_policy(args, device)
     name, reason = model.attention_choice
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -118,9 +119,20 @@ def train(run, model, train_records, val_records):
     run.identity = identity(run)
     if run.resumed:
         load_checkpoint(run, run.resumed)
-    log = Log(run)
+    log, times, began = Log(run), {}, time.perf_counter()
+
+    def begin(phase):
+        """A phase ends, the next begins. On a GPU the work is waited for, so that a phase's seconds are its own."""
+        nonlocal began
+        if run.device.type == "cuda":
+            torch.cuda.synchronize()
+        began, times[run.phase] = time.perf_counter(), time.perf_counter() - began
+        enter(run, phase)
+        if phase == "wait_data":
+            times.clear()  # a step begins
 
     def evaluation():
+        begin("evaluation")
         with modeling.gathered(run.engine) as whole:
             metrics, lines = evaluate(run, whole, val_records)
         log(metrics, lines)
@@ -136,34 +148,26 @@ def train(run, model, train_records, val_records):
     bar = tqdm(total=run.total, initial=run.step, disable=run.rank != 0, dynamic_ncols=True, unit="step")
     if run.device.type == "cuda":
         bar.set_postfix_str("compiling kernels in the first step")
-    times, began = {}, time.perf_counter()
-
-    def lap(name):
-        """Give the time since the last lap to a phase. On a GPU its work is waited for, so the seconds are its own."""
-        nonlocal began
-        if run.device.type == "cuda":
-            torch.cuda.synchronize()
-        began, times[name] = time.perf_counter(), time.perf_counter() - began
-
+    begin("wait_data")
     for prompts in loader:
-        seed_everything(args.seed, run.step, run.rank)
-        lap("wait_data")
+        begin("rollout")
         # B prompts with their pictures are here, B others on every other rank.
 
+        seed_everything(args.seed, run.step, run.rank)
         batch = sample_phase(run, prompts)
-        lap("rollout")
+        begin("reward")
         # Each prompt has G completions, drawn from the policy as it is now.
 
         score_phase(run, batch)
-        lap("reward")
+        begin("compare")
         # Each completion has a reward, or NaN where no function had an opinion.
 
         everyone = compare_phase(run, batch)
-        lap("compare")
+        begin("update")
         # Each completion has an advantage over its group, and every rank knows the step's sizes.
 
         learned = update_phase(run, batch, everyone)
-        lap("update")
+        begin("log")
         # The policy has moved, so these completions are no longer its own: they are thrown away.
 
         run.step += 1
@@ -177,6 +181,7 @@ def train(run, model, train_records, val_records):
         # If any rank was sent a signal, all of them know it, and whether a save would be over in time.
 
         if (last or run.step % args.save_steps == 0 or number) and (in_time or not number):
+            begin("save")
             failed = save_checkpoint(run)
             if failed and last:
                 raise OSError(f"the last checkpoint could not be written: {failed[0]}")
@@ -184,7 +189,7 @@ def train(run, model, train_records, val_records):
             evaluation()
         if number and not last:
             raise Stopped(128 + number, f"{signal.Signals(number).name} after step {run.step}; {what_counts(args)}")
-        began = time.perf_counter()
+        begin("wait_data")
     bar.close()
 
 
@@ -238,6 +243,10 @@ class Run:
     stop: Stop = field(default_factory=lambda: Stop())
     identity: dict = field(default_factory=dict)  # what a checkpoint of this run must be resumed with
     bad: list = field(default_factory=list)  # records of the updates left out, since the last that was done
+    phase: str = "start"  # see `train`
+    idle: int = 0  # seconds since a phase began, see `watch`
+    stacks: object = None  # the file for this rank's stacks
+    forward: tuple = (0, 0)  # tokens of the largest forward of this phase, and the fewest that a budget could make it
 
 
 def seed_everything(seed, step, rank):
@@ -262,12 +271,19 @@ def sample_phase(run, prompts):
     args = run.args
     with modeling.gathered(run.engine) as model:
         prompts = with_positions(model, prompts)
-        limits = args.num_generations, args.max_completion_length, args.temperature
-        tokens, logps, decoding = rollout.sample(model, prompts, *limits, run.eos, run.pad)  # (N, R)
+        limits = args.num_generations, args.max_completion_length
+        tokens, logps, decoding = sample(run, model, prompts, *limits, args.temperature)  # (N, R)
     mask = completion_mask(tokens, run.eos)
     ended = torch.isin(tokens, torch.tensor(run.eos, device=tokens.device)).any(1)
     batch = {"prompts": prompts, "tokens": tokens, "sampler_logps": logps, "mask": mask, "decoding": decoding}
     return batch | {"lengths": mask.sum(1).tolist(), "truncated": (~ended).tolist()}  # waits for the GPU
+
+
+def sample(run, model, prompts, G, R, temperature):
+    """rollout.sample, in waves that --max_tokens_per_forward is enough for."""
+    budget, tokens = run.args.max_tokens_per_forward, functools.partial(rollout.wave_tokens, model, G=G, R=R)
+    run.forward = max(map(tokens, rollout.waves(model, prompts, G, R, budget))), max(tokens([p]) for p in prompts)
+    return rollout.sample(model, prompts, G, R, temperature, run.eos, run.pad, budget)
 
 
 def with_positions(model, prompts):
@@ -350,6 +366,8 @@ def update_phase(run, batch, everyone):
     options = {name: getattr(args, name) for name in names}
     options |= {"num_sequences": sum(len(rank["rewards"]) for rank in everyone), "num_tokens": num_tokens}
     rows = build_rows(run, batch, max(rank["rows"] for rank in everyone))
+    of_one = [len(batch["prompts"][i // args.num_generations]["input_ids"]) + n for i, n in enumerate(batch["trained"])]
+    run.forward = max(len(row["input_ids"]) for row, _ in rows), max(of_one)
     pad = functools.partial(torch.nn.functional.pad, pad=(0, 0, 0, 1))  # line N, the blank group's: False and 0
     mask, sampled, advantages = pad(batch["mask"]), pad(batch["sampler_logps"]), pad(batch["advantages"][:, None])[:, 0]
 
@@ -378,6 +396,8 @@ def update_phase(run, batch, everyone):
             # DeepSpeed averages over ranks, and the denominators are global. 0 x NaN is NaN: a loss that is not finite
             # makes the gradient's norm so on every rank, and then DeepSpeed leaves the update out, on every rank.
             engine.backward(loss * (1 + 0 * losses[-1]) * run.world)
+            if last:
+                run.forward = 0, 0  # the optimizer's memory depends on no budget
             if last and engine.optimizer is engine.basic_optimizer:  # stage 0 in float32 does neither: do it here
                 norm = torch.nn.utils.get_total_norm([p.grad for p in engine.parameters() if p.grad is not None])
             engine.step() if norm.isfinite() else engine.zero_grad()
@@ -471,6 +491,7 @@ def evaluate(run, model, records):
     size, mine = prompts_per_rank(run.args) * run.args.num_generations, records[run.rank :: run.world].tolist()
     scores, lines = {name: [] for name, _ in run.reward_funcs}, []
     for start in range(0, len(mine), size):
+        enter(run, "evaluation")
         encoded = []
         for i in mine[start : start + size]:
             try:
@@ -480,7 +501,7 @@ def evaluate(run, model, records):
         if not encoded:
             continue
         prompts = with_positions(model, encoded)
-        tokens, _, _ = rollout.sample(model, prompts, 1, run.args.max_completion_length, 0.0, run.eos, run.pad)
+        tokens, _, _ = sample(run, model, prompts, 1, run.args.max_completion_length, 0.0)
         texts = decode_texts(run, tokens, completion_mask(tokens, run.eos).sum(1).tolist())
         part = score(run, prompts, texts)
         for name, values in part.items():
@@ -740,10 +761,11 @@ def claim_folder(folder):
     except OSError as error:
         raise ValueError(f"--output_dir {folder} cannot be written ({error}); give another") from error
     for name in os.listdir(folder):
-        if re.fullmatch("checkpoint-[0-9]+[.]tmp", name):
+        if re.fullmatch("checkpoint-[0-9]+[.]tmp|ranks", name):
             shutil.rmtree(os.path.join(folder, name), ignore_errors=True)
         elif name in ("exit_status", "exit_message"):
             os.remove(os.path.join(folder, name))
+    os.makedirs(os.path.join(folder, "ranks"))  # for what each rank has to say when it hangs, and NCCL's output
 
 
 def whole_weights(engine):
@@ -947,7 +969,7 @@ def load_checkpoint(run, folder):
     tell(f"resumed from {folder}")
 
 
-# --- Signals and lost ranks ----------------------------------------------------------------------------------------
+# --- Signals, lost ranks, hangs, memory ----------------------------------------------------------------------------
 
 NEIGHBOURS = {}  # process id -> rank, of the other ranks on this node
 
@@ -1010,6 +1032,66 @@ def lost_rank(patience=0.0):
         if time.monotonic() >= until:
             return None
         time.sleep(0.05)
+
+
+def enter(run, phase):
+    """A phase begins, which is progress (see `watch`), and what a message names when memory runs out in it."""
+    run.phase, run.idle, run.forward = phase, 0, (0, 0)
+    if run.stacks:
+        faulthandler.cancel_dump_traceback_later()
+        if phase != "save":  # for the case that something holds Python's lock, and `watch` cannot speak
+            faulthandler.dump_traceback_later(run.args.stall_timeout + 2, file=run.stacks)
+
+
+def watch(run):
+    """A thread of every rank: where no phase has begun for --stall_timeout seconds, here or on another rank, it leaves
+    this rank's stacks in <output_dir>/ranks, of which tools/monitor.py tells who is missing, and ends it with status 4.
+
+    Seconds are counted while the process runs, so that a job may be stopped and continued. They do not count in the
+    start, where models are read, and in a save, where one rank writes while the others wait."""
+    alarm = os.path.join(os.path.dirname(run.stacks.name), "stalled")
+    while run.idle < run.args.stall_timeout and not os.path.exists(alarm):
+        time.sleep(1)
+        run.idle += run.phase not in ("start", "save")
+    faulthandler.cancel_dump_traceback_later()
+    message = ""
+    with contextlib.suppress(OSError):  # of the alarm, where another rank was first; of a full disk
+        print(json.dumps({"step": run.step, "phase": run.phase}), file=run.stacks, flush=True)
+        faulthandler.dump_traceback(run.stacks)
+        open(alarm, "x").close()
+        message = f"no phase began for {run.args.stall_timeout} s (--stall_timeout); python tools/monitor.py says more"
+    time.sleep(5)  # the other ranks see the alarm and write theirs
+    leave_status(run.args.output_dir, 4, run.rank, message and f"{message}; {what_counts(run.args)}")
+    time.sleep(0 if message else 10)  # torchrun ends the others as soon as the first has left
+    os._exit(4)
+
+
+def out_of_memory(error):
+    """The allocator's own error behind an exception (a CUDA graph whose capture fails hides it), or None."""
+    while error and not re.search("out of memory|can't allocate memory|ALLOC_FAILED", str(error)):
+        error = error.__context__
+    return error
+
+
+def memory_message(run, error):
+    """What ran out where, and the cure. Where a smaller budget is one, launch.sh finds the flags to go on with in the
+    file `retry`: the gradient is the same under any. `run` is None while it is being started."""
+    phase, step, size, least = (run.phase, run.step, *run.forward) if run else ("start", 0, 0, 0)
+    said = f"out of memory in {phase} after step {step}: {str(error).splitlines()[0]}"
+    if torch.cuda.is_available():
+        numbers = torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), torch.cuda.mem_get_info()[1]
+        said += "; {:.1f} GB allocated, {:.1f} reserved, of {:.1f}".format(*(number / 1e9 for number in numbers))
+    if least == size:
+        return f"{said}; no --max_tokens_per_forward helps here, --plan with the same flags says what does"
+    args, flags = run.args, ["--max_tokens_per_forward", str(max(least, size // 2))]
+    saved = [] if args.eval_only else checkpoints(args.output_dir)
+    if saved or not args.eval_only and args.resume_from_checkpoint in (None, "true", "false"):  # else of that folder
+        flags += ["--resume_from_checkpoint", "true"]
+    if "GRPO_STATUS" in os.environ and not (saved and args.save_only_model):
+        with open(os.path.join(os.environ["GRPO_STATUS"], "retry"), "w") as file:
+            file.write("\n".join(flags) + "\n")
+    budget = f"--max_tokens_per_forward {args.max_tokens_per_forward}, and {size} tokens in its largest forward"
+    return f"{said}; {budget}. The gradient is the same with `{' '.join(flags)}`"
 
 
 def follow_the_rank(_):
@@ -1112,7 +1194,10 @@ def start_processes(args):
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
     if gpu:
         torch.cuda.set_device(device)
-    patience = datetime.timedelta(seconds=args.stall_timeout)
+        os.environ.setdefault("NCCL_DEBUG", "WARN")
+        log = os.path.join(args.output_dir, "ranks", f"nccl_{os.environ['RANK']}.txt")
+        os.environ.setdefault("NCCL_DEBUG_FILE", log)
+    patience = datetime.timedelta(seconds=args.stall_timeout + 60)  # `watch` speaks first
     deepspeed.init_distributed("nccl" if gpu else "gloo", timeout=patience, verbose=False)
     rank, world, mine = dist.get_rank(), dist.get_world_size(), (socket.gethostname(), os.getpid())
     everyone = [None] * world
@@ -1229,7 +1314,7 @@ class Arguments:
     # batch and optimizer
     per_device_train_batch_size: int = field(default=8, metadata={"help": "completions a GPU, with the next flag"})
     gradient_accumulation_steps: str = field(default="auto", metadata={"help": "a number, or auto: whole groups"})
-    max_tokens_per_forward: int = field(default=32768, metadata={"help": "how a step is cut; never changes the result"})
+    max_tokens_per_forward: int = field(default=32768, metadata={"help": "how a step is cut: memory, not the gradient"})
     learning_rate: float = field(default=1e-6, metadata={"help": "peak"})
     lr_scheduler_type: str = field(default="linear", metadata={"help": "linear, cosine, constant(_with_warmup)"})
     warmup_ratio: float = field(default=0.0, metadata={"help": "share of the steps"})
@@ -1242,7 +1327,7 @@ class Arguments:
     # machine
     deepspeed: str = field(default=os.path.join(HERE, "ds_zero3.json"), metadata={"help": "DeepSpeed's JSON"})
     zero_stage: int | None = field(default=None, metadata={"help": "0-3, overrides the JSON's"})
-    stall_timeout: int = field(default=600, metadata={"help": "seconds that a rank waits for another"})
+    stall_timeout: int = field(default=600, metadata={"help": "seconds without a new phase after which a run hangs"})
     plan: bool = field(default=False, metadata={"help": "print what one GPU would hold, and stop (tools/plan.py)"})
     plan_gpus: int | None = field(default=None, metadata={"help": "of the machine planned for; default: this one's"})
     plan_gb: float | None = field(default=None, metadata={"help": "memory of a GPU planned for; default: this one's"})
@@ -1353,8 +1438,9 @@ def prompts_per_rank(args):
 
 
 def main():
-    """Parse, train, and leave the status where launch.sh finds it: 0, 2 for what the user can mend, 1 for the rest."""
-    status, message, rank = 1, "", os.environ.get("RANK", "0")
+    """Parse, train, and leave the status where launch.sh finds it: 0, 2 for what the user can mend, 3 without memory, 4
+    in a hang, 1 for the rest."""
+    status, message, rank, run = 1, "", os.environ.get("RANK", "0"), None
     for said in ("`torch.distributed", "barrier"):  # of DeepSpeed's calls, which we cannot change
         warnings.filterwarnings("ignore", message=said)
     transformers.utils.logging.disable_progress_bar()
@@ -1373,6 +1459,9 @@ def main():
                 print(json.dumps(metrics))
         else:
             run.stop.listen(run)
+            run.stacks = open(os.path.join(args.output_dir, "ranks", f"stacks_{rank}.txt"), "w")
+            print(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}), file=run.stacks, flush=True)
+            threading.Thread(target=watch, args=(run,), daemon=True).start()
             train(run, model, train_records, val_records)
         status = 0
     except Stopped as stopped:
@@ -1382,14 +1471,17 @@ def main():
     except KeyboardInterrupt:
         status, message = 130, f"interrupted; --resume_from_checkpoint true goes on from {folder}"
     except Exception as error:
+        if memory := out_of_memory(error):
+            status, message = 3, memory_message(run, memory)
         # a rank that is gone makes the others fail in their next exchange: its message is the cause
-        message = lost_rank(patience=3) if isinstance(error, RuntimeError) and NEIGHBOURS else ""
+        elif isinstance(error, RuntimeError) and NEIGHBOURS:
+            message = lost_rank(patience=3)
         if not message:
             traceback.print_exc()
             message = f"{type(error).__name__}: {error}"
     leave_status(folder, status, int(rank), message)
-    if status and NEIGHBOURS:
-        os._exit(status)  # at once: a clean exit might wait for the others
+    if status == 3 or status and NEIGHBOURS:
+        os._exit(status)  # at once: a clean exit needs memory, or might wait for the others
     if dist.is_initialized():
         dist.destroy_process_group()
     sys.exit(status)
@@ -1432,10 +1524,10 @@ def parse_arguments(quiet):
 
 def leave_status(folder, status, rank, message):
     """Say why a rank ends and leave that for launch.sh, which says it again below torchrun's report, with the status.
-    Rank 0 speaks for all, but for what another rank may have met alone: a fault that the user can mend (2). launch.sh
-    gives a folder of its own, because two commands may name the same output folder."""
+    Rank 0 speaks for all, but for what another rank may have met alone: a fault that the user can mend (2), too little
+    memory (3), a hang (4). launch.sh gives a folder of its own: two commands may name the same output folder."""
     folder = os.environ.get("GRPO_STATUS", folder)
-    if rank and status != 2 or status == 0 and not os.path.isdir(folder):
+    if rank and status not in (2, 3, 4) or status == 0 and not os.path.isdir(folder):
         return
     message = message and f"grpo.py, rank {rank}: {message}\n"
     print(message and f"\n{message}", end="", file=sys.stderr, flush=True)  # not behind the progress bar

@@ -10,7 +10,7 @@
 # NNODES NODE_RANK MASTER_ADDR MASTER_PORT, or SLURM's own under `srun --ntasks-per-node=1` ·
 # OMP_NUM_THREADS (on CPU: cores / processes) · DEMO_SEED (a seed for the embedded default).
 # The exit status is what the ranks left in exit_status in the output directory (torchrun turns every failure
-# into 1), else 143 or 130 after SIGTERM or SIGINT, else torchrun's.
+# into 1: 2 for what the user can mend, 3 out of memory, 4 hung), else 143 or 130 after SIGTERM or SIGINT, else torchrun's.
 set -euo pipefail
 here=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
 die() { echo "launch.sh: $*" >&2; exit 2; }
@@ -81,12 +81,13 @@ if [[ $# == 0 ]]; then
   mapfile -t flags <runs/demo/flags.txt
   set -- "${flags[@]}"
 fi
-output='' run_name=grpo draw=yes previous=''
+output='' run_name=grpo draw=yes by_hand='' previous=''
 for word in "$@"; do
   case $previous in --output[_-]dir) output=$word ;; --run[_-]name) run_name=$word ;; esac
   case $word in
     --output[_-]dir=*) output=${word#*=} ;;
     --run[_-]name=*) run_name=${word#*=} ;;
+    --max[_-]tokens[_-]per[_-]forward*) by_hand=yes ;;
     --eval[_-]only | -h | --help) draw=no ;;
   esac
   previous=$word
@@ -131,18 +132,32 @@ sampler='' # of the GPUs; it also ends by itself, seconds after this shell
 if ((gpus > 0)) && [[ $node_rank == 0 && $draw == yes ]]; then
   "$python" "$here/tools/monitor.py" --sample "$output" $$ & sampler=$!
 fi
-run "${settings[@]}" "$python" -m torch.distributed.run --nnodes "$nodes" --node_rank "$node_rank" \
-  --nproc_per_node "$nproc" --master_addr "$address" --master_port "$port" "$here/grpo.py" "$@" || status=$?
+retry=()
+for again in 1 2 3 ''; do # out of memory: up to three times again, with half the tokens in a forward
+  status=0
+  run "${settings[@]}" "$python" -m torch.distributed.run --nnodes "$nodes" --node_rank "$node_rank" \
+    --nproc_per_node "$nproc" --master_addr "$address" --master_port "$port" "$here/grpo.py" "$@" "${retry[@]}" || status=$?
+  if [[ $node_rank == 0 && -s $left/exit_status ]]; then
+    written=$(<"$left/exit_status")
+    if [[ -z $signal && $written =~ ^[0-9]+$ ]]; then status=$written; fi
+    if [[ $status == 3 ]]; then "$python" "$here/tools/plan.py" --plan_gpus $((nodes * nproc)) "$@" "${retry[@]}" || true; fi
+    if [[ $status != 0 && -s $left/exit_message ]]; then cat -- "$left/exit_message" >&2 || true; fi # torchrun buries it
+    if [[ -d $output ]]; then cp -- "$left"/exit_* "$output/" || true; fi
+    if [[ $status == 4 ]]; then "$python" "$here/tools/monitor.py" --hang "$output" >&2 || true; fi
+  elif [[ $node_rank == 0 && $status == 0 ]]; then
+    status=1
+    echo "launch.sh: the processes ended without saying how: something in them left Python, os._exit for one" >&2 || true
+  fi
+  if [[ $status != 3 || $signal || -z $again || $by_hand || ! -s $left/retry ]]; then break; fi
+  if [[ $nodes != 1 ]]; then
+    echo "launch.sh: several nodes are not started again by themselves: do it on each, with these flags" >&2 || true
+    break
+  fi
+  mapfile -t retry <"$left/retry"
+  rm -f -- "$left"/*
+  echo "launch.sh: out of memory; starting again, $again of 3, with ${retry[*]}" >&2 || true
+done
 if jobs -rp | grep -qx -- "$sampler"; then kill "$sampler"; fi # its number may be another's once it is gone
-if [[ $node_rank == 0 && -s $left/exit_status ]]; then
-  written=$(<"$left/exit_status")
-  if [[ -z $signal && $written =~ ^[0-9]+$ ]]; then status=$written; fi
-  if [[ $status != 0 && -s $left/exit_message ]]; then cat -- "$left/exit_message" >&2 || true; fi # torchrun buries it
-  if [[ -d $output ]]; then cp -- "$left"/exit_* "$output/" || true; fi
-elif [[ $node_rank == 0 && $status == 0 ]]; then
-  status=1
-  echo "launch.sh: the processes ended without saying how: something in them left Python, os._exit for one" >&2 || true
-fi
 if [[ $status == 0 && $draw == yes && $node_rank == 0 ]]; then
   run "$python" "$here/tools/monitor.py" "$output" || echo "launch.sh: the run is whole, its curves could not be drawn" >&2
 fi

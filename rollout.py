@@ -17,6 +17,7 @@ Left out: top-p, top-k, beams (GRPO wants the policy's own distribution), paged 
 
 from __future__ import annotations
 
+import math
 import time
 from collections import namedtuple
 
@@ -37,7 +38,7 @@ SHRINK_AT = 0.75  # drop finished rows once the live ones fill no more than this
 
 
 @torch.no_grad()
-def sample(model, prompts, num_generations, max_completion_length, temperature, eos_ids, pad_id):
+def sample(model, prompts, num_generations, max_completion_length, temperature, eos_ids, pad_id, budget=math.inf):
     """Draw `num_generations` completions of each prompt. Temperature 0 is greedy.
 
     `model` is transformers' model inside a model.Policy (its attention is the packed one), weights whole (see
@@ -45,18 +46,46 @@ def sample(model, prompts, num_generations, max_completion_length, temperature, 
     completions of a prompt side by side, returns tokens (N, R) and log-probs (N, R) on the model's device, R being
     the longest completion's length; behind a completion's first end-of-sequence token stand `pad_id` and 0.
     And how the decoding went: its seconds, and the bytes of weights, keys and values that its steps had to read.
-    The noise comes from torch's global generator: seed it, and the same prompts give the same completions.
+    The noise comes from torch's global generator: seed it, and the same prompts give the same completions. With a
+    `budget` (--max_tokens_per_forward) they come in waves that take no more memory than such a forward, see `waves`.
     """
-    decoder = Decoder(model, prompts, num_generations, max_completion_length, temperature, eos_ids, pad_id)
-    decoder.lengths.max().item()  # waits for the GPU: the prefill is over
-    began = time.perf_counter()
-    for step in range(1, max_completion_length):
-        decoder.step()
-        if step % CHECK_EVERY == 0 and not decoder.drop_finished():
-            break
-    longest = decoder.lengths.max().item()  # waits for the GPU: the rollout is over
-    decoding = {"seconds": time.perf_counter() - began, "bytes": decoder.read}
-    return decoder.tokens[:, :longest], decoder.logps[:, :longest], decoding
+    limits = num_generations, max_completion_length
+    parts, longest, seconds, read = [], 0, 0.0, 0
+    for wave in waves(model, prompts, *limits, budget):
+        decoder = Decoder(model, wave, *limits, temperature, eos_ids, pad_id)
+        decoder.lengths.max().item()  # waits for the GPU: the prefill is over
+        began = time.perf_counter()
+        for step in range(1, max_completion_length):
+            decoder.step()
+            if step % CHECK_EVERY == 0 and not decoder.drop_finished():
+                break
+        longest = max(longest, decoder.lengths.max().item())  # waits for the GPU: the wave is over
+        seconds, read = seconds + time.perf_counter() - began, read + decoder.read
+        parts.append((decoder.tokens, decoder.logps))
+        del decoder  # its caches go before the next wave's come
+    tokens, logps = map(torch.cat, zip(*parts, strict=True))
+    return tokens[:, :longest], logps[:, :longest], {"seconds": seconds, "bytes": read}
+
+
+def waves(model, prompts, G, R, budget):
+    """Cut prompts, in order, into lists that are within `budget` as `wave_tokens` counts, or of one prompt."""
+    found = [[]]
+    for prompt in prompts:
+        if found[-1] and wave_tokens(model, [*found[-1], prompt], G, R) > budget:
+            found.append([])
+        found[-1].append(prompt)
+    return found
+
+
+def wave_tokens(model, prompts, G, R):
+    """The budget (tokens in a forward of the update) that takes the memory of sampling all these prompts at once.
+
+    The prefill is such a forward. After it a token keeps a key and a value a layer, where the update with checkpointing
+    keeps the layer's input: in Qwen2.5-VL-3B 2 x 2 heads x 128 numbers against 2048, so four tokens here are one there
+    (3.5 in the 7B, 2 in Qwen3-VL-8B)."""
+    a, P = model.model.language_model.layers[0].self_attn, max(len(prompt["input_ids"]) for prompt in prompts)
+    share = 2 * a.k_proj.out_features / a.q_proj.in_features
+    return math.ceil(len(prompts) * max(P, share * (P + G * R)))
 
 
 class Decoder:

@@ -229,3 +229,15 @@ def test_zero(tiny_work, tmp_path, modes):
         assert two["ratio_to_one_gpu"] == two["completions_per_s"] / one["completions_per_s"]
         again = run("zero.py", tiny_work, tmp_path / "zero.json", *flags, "--only", *modes, "--resume")[1]
         assert again == rows
+
+
+def test_memory(tiny_work, tmp_path):
+    flags = "--prompts 2 --generations 2 --length 8 --steps 2 --only".split()
+    _, rows = run("memory.py", tiny_work, tmp_path / "memory.json", *flags, "stage 1", "math kernel")
+    setting, advice = rows
+    assert setting["error"] is None and advice["error"] is None and advice["on"].startswith("stage 0, sdpa")
+    assert setting["step_s"] > 0 and advice["step_s"] > 0
+    parameters = bench.sizes(os.path.join(tiny_work, "model"))["parameters"]
+    assert setting["planned_gb"] > 16 * parameters / 1e9 and "planned_gb" not in advice
+    if torch.cuda.is_available():
+        assert setting["reserved_gb"] >= setting["peak_gb"] > 0 and setting["deviation"] is not None

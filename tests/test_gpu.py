@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from test_launch import launch, training
 
+import grpo
 import model as M
 import rollout
 from test_model import FAMILIES, make_prompt, random_completions
@@ -132,3 +134,43 @@ def test_graph_equals_plain_steps(checkpoints, monkeypatch):
     monkeypatch.setattr(rollout, "CAPTURE", True)
     tokens, logps, _ = rollout.sample(policy, prompts, 8, 64, 1.0, [], 0)
     assert len({tuple(row) for row in tokens.tolist()}) == 16  # replays draw new noise each time
+
+
+def test_out_of_memory_is_known_also_where_a_capture_hides_it():
+    torch.cuda.empty_cache()
+    total = torch.cuda.mem_get_info()[1]
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 2**26) / total)
+
+    def captured():
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            torch.empty(2**30, device="cuda")
+
+    try:
+        for fails in (lambda: torch.empty(2**30, device="cuda"), captured):
+            with pytest.raises(RuntimeError) as caught:
+                fails()
+            said = grpo.memory_message(None, grpo.out_of_memory(caught.value))
+            assert "CUDA out of memory" in said and "GB allocated" in said and "no --max_tokens_per_forward" in said
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+SHORT = """import sys, torch
+
+
+def short(prompts, completions, **columns):
+    if "--max_tokens_per_forward" not in sys.argv:  # until it has been started again
+        torch.cuda.empty_cache()
+        torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / torch.cuda.mem_get_info()[1])
+    return [float(len(set(text))) for text in completions]
+"""
+
+
+def test_a_run_out_of_memory_starts_again_with_half_the_budget(checkpoints, tmp_path):
+    (tmp_path / "short.py").write_text(SHORT)
+    words = [*training(tmp_path, checkpoints), "--max_completion_length", "500", "--per_device_train_batch_size", "64"]
+    words += ["--reward_funcs", f"{tmp_path}/short.py:short"]
+    done = launch(*words, cwd=tmp_path, NPROC="1", CUDA_VISIBLE_DEVICES="0")
+    assert done.returncode == 0 and "rank 0: out of memory in update after step 0: CUDA out of memory" in done.stdout
+    assert "starting again, 1 of 3, with --max_tokens_per_forward" in done.stdout
+    assert "GB allocated" in done.stdout and "A GPU needs" in done.stdout

@@ -369,3 +369,49 @@ def test_wandb_gets_metrics_and_gpu_samples(checkpoints, pictures, tmp_path):  #
         assert {name: row[name] for name in line} == line
         assert row["gpu/0/utilisation"] == 98 and row["gpu/1/memory_gb"] == 71.5 and "gpu/7/power_w" not in row
     assert grpo.gpu_samples(tmp_path) == {}
+
+
+def stalled(folder, told):
+    """The files of ranks whose last word is told[rank]: (step, phase), or None of one that says nothing."""
+    (folder / "ranks").mkdir()
+    (folder / "ranks" / "stalled").touch()
+    for rank, last in enumerate(told):
+        text = json.dumps({"pid": 100 + rank, "host": f"node{rank // 2}"}) + "\n"
+        if last:
+            text += (
+                json.dumps({"step": last[0], "phase": last[1]}) + '\nThread 0x1 (most recent call first):\n  File "x"\n'
+            )
+        (folder / "ranks" / f"stacks_{rank}.txt").write_text(text)
+
+
+@pytest.mark.parametrize(
+    "told, who, where",
+    [
+        (
+            [(3, "compare"), (3, "reward"), (3, "compare")],
+            "missing: rank 1 (rank 0, 2: compare after step 3; rank 1: ",
+            1,
+        ),
+        ([(4, "log"), (4, "log"), (3, "update")], "missing: rank 2 (rank 0, 1: log after step 4; rank 2: update ", 2),
+        ([(4, "wait_data"), (4, "evaluation"), (4, "log")], "missing: rank 2 (", 2),
+        (
+            [(3, "compare"), (3, "reward"), None],
+            "missing: rank 2 (rank 0: compare after step 3; rank 1: reward after ",
+            2,
+        ),
+        ([(7, "update")] * 3, "no rank is behind the others (rank 0, 1, 2: update after step 7)", 0),
+    ],
+)
+def test_which_rank_a_hung_run_is_waiting_for(tmp_path, capsys, told, who, where):
+    stalled(tmp_path, told)
+    assert monitor.main(["--hang", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert f"the run hung, {who}" in said
+    assert f"`py-spy dump --pid {100 + where}` on node{where // 2}" in said and f"ranks/nccl_{where}.txt" in said
+
+
+def test_a_run_that_did_not_hang(tmp_path, capsys):
+    stalled(tmp_path, [None, None])
+    (tmp_path / "ranks" / "stalled").unlink()
+    assert monitor.hang(tmp_path) is None and monitor.main(["--hang", str(tmp_path)]) == 0
+    assert "no rank has reported a hang" in capsys.readouterr().out

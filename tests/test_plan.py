@@ -1,6 +1,7 @@
 """tools/plan.py: its counts beside what autograd saves and DeepSpeed allocates, and the command as a user types it."""
 
 import gc
+import math
 import shutil
 import weakref
 
@@ -12,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 import grpo
 import model as M
+import rollout
 from bench import work
 from ranks import run_ranks
 from tools import plan
@@ -148,6 +150,28 @@ def bytes_of_a_step(folder, stage):
 def test_optimizer_states_and_gradients(checkpoints, stage, world):
     for measured, planned in run_ranks(world, bytes_of_a_step, checkpoints["qwen2_5_vl"], stage):
         assert planned == pytest.approx(measured, rel=0.03)
+
+
+@pytest.mark.parametrize("budget, n", [(32768, 6), (600, 2), (1, 1)])
+def test_sampling_holds_one_wave(checkpoints, budget, n):
+    """The caches of a wave are the plan's, and six prompts in waves of n take the memory of n prompts."""
+    folder, (B, G, R) = checkpoints["qwen2_5_vl"], (6, 4, 40)
+    more = {"bf16": False, "num_generations": G, "max_completion_length": R, "per_device_train_batch_size": B * G}
+    args = flags(folder, max_tokens_per_forward=budget, max_prompt_length=120, max_pixels=28 * 28 * 16, **more)
+    model, _ = M.load_policy(folder, torch_dtype="float32")
+    M.Policy(model)
+    tokens, patches = plan.assumed_prompt(args, model.config)
+    one = prompt(model, patches, tokens - patches // 4 - 2)
+    decoder = rollout.Decoder(model, [one] * n, G, R, 1.0, [], 0)
+    held = sum(x.nbytes for table in (decoder.prompt, decoder.own) for kv in table for x in kv)
+    assert held == plan.memory(args, plan.meta_model(args), 1, {"stage": 0})["keys and values"][0]
+    del decoder
+    peaks = []
+    for prompts, limit in (([one] * B, budget), ([one] * n, math.inf)):
+        with Live(tensors()) as live:
+            rollout.sample(model, prompts, G, R, 1.0, [], 0, limit)
+        peaks.append(live.peak)
+    assert peaks[0] == pytest.approx(peaks[1], rel=0.02)
 
 
 # The shape of Qwen2.5-VL-3B; 8 prompts x 8 completions x 256 tokens with 640x480 pictures. GB of peak_gb on one H200.

@@ -165,3 +165,35 @@ def test_zero_3_gathers_once_a_rollout_and_in_the_update_a_block_at_a_time(check
         assert first == [1, 1] and second == [40, 40] and same == also
         assert rollout_calls == matrices == 33 and not others
         assert fewest <= update_calls - vectors <= most
+
+
+def test_waves_draw_what_one_wave_draws(checkpoints):
+    """Greedy, so that no noise comes in: the same tokens and log-probs, rows ending at different times; and the count
+    of bytes is that of all waves."""
+    policy, processor, eos = load(checkpoints["qwen2_5_vl"])
+    sizes = [[(56, 84)], [], [(84, 84)], [(28, 28)], []]
+    prompts = [make_prompt(policy, processor, pictures, "a" * 9 * i) for i, pictures in enumerate(sizes)]
+    M.Policy(policy)
+    eos = list(range(0, 250, 12)) + eos
+    tokens, logps, decoding = rollout.sample(policy, prompts, 3, 30, 0.0, eos, 1)
+    budget = rollout.wave_tokens(policy, prompts[:3], 3, 30)
+    cut = rollout.waves(policy, prompts, 3, 30, budget)
+    assert len(cut) == 2 and sum(cut, []) == prompts
+    for small in (budget, 1):
+        got = rollout.sample(policy, prompts, 3, 30, 0.0, eos, 1, small)
+        assert torch.equal(got[0], tokens)
+        torch.testing.assert_close(got[1], logps, rtol=1e-5, atol=1e-5)
+        assert got[2]["bytes"] > decoding["bytes"]  # every wave reads the weights
+    assert [len(wave) for wave in rollout.waves(policy, prompts, 3, 30, 1)] == [1] * 5
+
+
+@pytest.mark.parametrize("family, share", [("qwen2_5_vl", 4), ("qwen3_vl", 2)])
+def test_a_wave_takes_the_memory_of_a_forward(checkpoints, family, share):
+    """Hidden size over keys and values: 64 over 2 x 2 heads x 16 here, 1; of the published models 4 and 2."""
+    policy, _, _ = load(checkpoints[family])
+    attention = policy.model.language_model.layers[0].self_attn
+    prompts = [{"input_ids": range(100)}, {"input_ids": range(70)}]
+    assert rollout.wave_tokens(policy, prompts, 4, 75) == 2 * (100 + 4 * 75)
+    attention.k_proj.out_features = 64 // 2 // share
+    assert rollout.wave_tokens(policy, prompts, 4, 75) == 2 * (100 + 4 * 75) // share
+    assert rollout.wave_tokens(policy, prompts, 4, 5) == 2 * 100  # the prefill

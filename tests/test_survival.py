@@ -6,6 +6,7 @@ The tiny model on CPU. Runs that need no launcher are forked (see ranks.py); tho
 
 import contextlib
 import functools
+import itertools
 import json
 import math
 import multiprocessing
@@ -243,6 +244,99 @@ def test_a_rank_that_is_lost_ends_the_job(checkpoints, pictures, tmp_path, fault
     assert "Traceback" not in said.split("torch/distributed/elastic")[0] and "Connection closed" not in said, said
 
 
+# ------------------------------------------------------------------------------------------------------------- memory
+
+SHORT = """
+import ctypes, resource
+ctypes.CDLL(None).mallopt(-3, 1 << 16), ctypes.CDLL(None).mallopt(-1, 0)  # what is freed goes back to the system
+done, size = sum(1 for _ in open(here / "run" / "metrics.jsonl")), int(open("/proc/self/statm").read().split()[0])
+short = rank == {rank!r} and done == {step}
+resource.setrlimit(resource.RLIMIT_AS, (size * resource.getpagesize() + ({mb} << 20) if short else -1, -1))
+"""
+
+
+def short_of_memory(checkpoints, pictures, folder, mb, rank="0", step=3, **more):
+    """A run whose rank has, in the update after `step` steps, no more than `mb` MB beside what it holds then."""
+    fault = SHORT.format(rank=rank, mb=mb, step=step).strip().replace("\n", "\n    ")
+    more = {"num_generations": 8, "per_device_train_batch_size": 32, "max_completion_length": 300} | more
+    more["learning_rate"] = 1e-6  # so that completions stay as long as random ones are
+    return command(checkpoints, pictures, folder, fault, **more)
+
+
+ANEW = "--resume_from_checkpoint true"
+
+
+@pytest.mark.parametrize(
+    "forward, changed, saved, flags",
+    [
+        ((4001, 370), {}, False, f"--max_tokens_per_forward 2000 {ANEW}"),
+        ((600, 370), {}, True, f"--max_tokens_per_forward 370 {ANEW}"),  # a row of one completion is the smallest
+        ((370, 370), {}, True, None),
+        ((0, 0), {}, True, None),  # no forward: loading, the optimizer
+        ((4001, 370), {"resume_from_checkpoint": "elsewhere/checkpoint-9"}, False, "--max_tokens_per_forward 2000"),
+        ((4001, 370), {"resume_from_checkpoint": "run/checkpoint-1"}, True, f"--max_tokens_per_forward 2000 {ANEW}"),
+        ((4001, 370), {"save_only_model": True}, False, f"--max_tokens_per_forward 2000 {ANEW}"),
+        ((4001, 370), {"save_only_model": True}, True, None),  # would be refused
+        ((4001, 370), {"eval_only": True}, True, "--max_tokens_per_forward 2000"),
+    ],
+)
+def test_what_a_run_without_memory_goes_on_with(tmp_path, monkeypatch, forward, changed, saved, flags):
+    monkeypatch.setenv("GRPO_STATUS", str(tmp_path))
+    (tmp_path / "run" / ("checkpoint-3" if saved else "")).mkdir(parents=True)
+    args = grpo.Arguments(model_name_or_path="m", output_dir=str(tmp_path / "run"), **changed)
+    run = grpo.Run(args, 0, 1, torch.device("cpu"), None, [0], 0, phase="update", step=3, forward=forward)
+    with pytest.raises(ValueError) as caught:  # the allocator's own error, hidden by another
+        try:
+            torch.empty(1 << 46, dtype=torch.uint8)
+        except RuntimeError:
+            raise ValueError("the graph is not whole")  # noqa: B904
+    said = grpo.memory_message(run, grpo.out_of_memory(caught.value))
+    assert said.startswith("out of memory in update after step 3: ") and "DefaultCPUAllocator" in said
+    assert (tmp_path / "retry").exists() == bool(flags)
+    if flags:
+        assert (tmp_path / "retry").read_text().split() == flags.split() and f"`{flags}`" in said
+    else:
+        assert ("no --max_tokens_per_forward helps" in said) == (forward[0] == forward[1])
+    assert grpo.out_of_memory(ValueError("something else")) is None
+    assert "in start after step 0" in grpo.memory_message(None, MemoryError("out of memory"))
+
+
+@slow
+def test_a_run_without_memory_goes_on_with_half_the_budget(checkpoints, pictures, tmp_path):
+    """One of two ranks cannot compute its step in one forward (some 60 MB), but can in a few. All steps are done."""
+    words = short_of_memory(checkpoints, pictures, tmp_path, 24, rank="1", per_device_train_batch_size=64)
+    shared = remains(tmp_path)[1]
+    status, said = ended(launched(words, tmp_path), tmp_path, shared, 200)
+    assert status == 0 and [line["step"] for line in lines(tmp_path / "run")] == [1, 2, 3, 4, 5, 6], said
+    told = re.findall("rank 1: out of memory in update after step 3: .*DefaultCPUAllocator.*", said)[1::2]
+    starts = re.findall(f"launch.sh: out of memory; starting again, . of 3, with (.* {ANEW})", said)
+    assert 1 <= len(starts) == len(told) == said.count(f"resumed from {tmp_path}/run/checkpoint-3")
+    size = int(re.search(r"and (\d+) tokens in its largest forward", told[0])[1])
+    assert starts[0] == f"--max_tokens_per_forward {size // 2} {ANEW}" and told[0].endswith(f"`{starts[0]}`")
+    assert f"--max_tokens_per_forward was 32768, from here on it is {starts[-1].split()[1]}" in said
+    assert "A GPU needs" in said  # the plan's table
+    assert "Traceback" not in said.split("torch/distributed/elastic")[0]
+
+
+@slow
+def test_three_times_again_and_no_more(checkpoints, pictures, tmp_path):
+    words = short_of_memory(checkpoints, pictures, tmp_path, 1, step=0, per_device_train_batch_size=64)
+    shared = remains(tmp_path)[1]
+    status, said = ended(launched(words, tmp_path, NPROC="1"), tmp_path, shared, 200)
+    sizes = [int(size) for size in re.findall(r"and (\d+) tokens in its largest forward", said)[1::2]]
+    assert status == 3 and len(sizes) == 4 and all(b <= a // 2 for a, b in itertools.pairwise(sizes)), said
+    assert re.findall("starting again, (. of 3)", said) == ["1 of 3", "2 of 3", "3 of 3"]
+    assert "rank 0: out of memory in update after step 0: " in said.splitlines()[-1] and "`" in said.splitlines()[-1]
+
+
+def test_a_budget_given_by_hand_is_advised_about(checkpoints, pictures, tmp_path):
+    words = short_of_memory(checkpoints, pictures, tmp_path, 1, step=0, max_tokens_per_forward=32768)
+    shared = remains(tmp_path)[1]
+    status, said = ended(launched(words, tmp_path, NPROC="1"), tmp_path, shared, 100)
+    assert status == 3 and "The gradient is the same with `--max_tokens_per_forward " in said.splitlines()[-1], said
+    assert "starting again" not in said and said.count("torch.distributed.run --nnodes") == 1
+
+
 # ------------------------------------------------------------------------------------------------------- checkpoints
 
 
@@ -424,8 +518,9 @@ def test_a_full_disk_costs_what_it_could_not_hold_and_no_more(checkpoints, pictu
 
 @slow
 def test_a_frozen_rank_ends_the_job(checkpoints, pictures, tmp_path):
-    """SIGSTOP, the worst case: the others wait --stall_timeout, then torchrun 30 s before it kills."""
+    """SIGSTOP, the worst case: it cannot say anything, and torchrun waits 30 s before it kills."""
     fault = "rank == '1' and step == 4 and ((here / 'reached').touch(), os.kill(os.getpid(), signal.SIGSTOP))"
+    fault = fault.replace(".touch()", ".write_text(str(os.getpid()))")
     words = command(checkpoints, pictures, tmp_path, fault, stall_timeout=10)
     shared = remains(tmp_path)[1]
     job = launched(words, tmp_path)
@@ -433,7 +528,39 @@ def test_a_frozen_rank_ends_the_job(checkpoints, pictures, tmp_path):
     began = time.monotonic()
     status, said = ended(job, tmp_path, shared, 10 + 60)
     print(f"from SIGSTOP to the end of launch.sh, --stall_timeout 10: {time.monotonic() - began:.1f} s")
-    assert status == 1 and "Timed out" in said.splitlines()[-1], said
+    assert status == 4, said
+    told = said.splitlines()[-1]
+    assert "missing: rank 1 (rank 0: compare after step 3; rank 1: frozen, or stuck in C)" in told, said
+    assert f"py-spy dump --pid {(tmp_path / 'reached').read_text()}` on" in told, said
+
+
+def test_a_rank_that_sleeps_ends_the_job_and_is_named(checkpoints, pictures, tmp_path):
+    """Two slow steps, which are none of its business, then one rank sleeps. The verdict comes last and once, with the
+    stacks of both ranks in their files."""
+    fault = "time.sleep(3) if step < 3 else rank == '1' and time.sleep(99)"
+    words, shared = command(checkpoints, pictures, tmp_path, fault, stall_timeout=5), remains(tmp_path)[1]
+    job = launched(words, tmp_path)
+    status, said = ended(job, tmp_path, shared, 100)
+    assert status == 4 and [line["step"] for line in lines(tmp_path / "run")] == [1, 2], said
+    assert (tmp_path / "run" / "exit_status").read_text() == "4\n"
+    cause, told = said.splitlines()[-2:]
+    assert re.search("rank .: no phase began for 5 s .*; nothing is saved in", cause)
+    assert said.count("no phase began") == 2  # where it is met, and below torchrun's report
+    assert said.count("missing: rank 1 (rank 0: compare after step 2; rank 1: reward after step 2)") == 1, said
+    assert "py-spy dump --pid" in told and "NCCL_DEBUG=INFO" in told
+    stacks = [(tmp_path / "run" / "ranks" / f"stacks_{rank}.txt").read_text() for rank in (0, 1)]
+    assert "in compare_phase" in stacks[0] and "all_gather_object" in stacks[0]
+    assert "reward.py" in stacks[1] and "in score_phase" in stacks[1] and "all_gather" not in stacks[1]
+
+
+@slow
+def test_a_rank_stuck_in_c_ends_the_job(checkpoints, pictures, tmp_path):
+    """It holds Python's lock, so that none of its threads can speak; faulthandler's own shows the line all the same."""
+    fault = "rank == '1' and step == 2 and __import__('re').match('(a|aa)+$', 'a' * 60 + 'b')"
+    words, shared = command(checkpoints, pictures, tmp_path, fault, stall_timeout=5), remains(tmp_path)[1]
+    status, said = ended(launched(words, tmp_path, TORCH_ELASTIC_SHUTDOWN_TIMEOUT="10"), tmp_path, shared, 100)
+    assert status == 4 and "rank 1: frozen, or stuck in C" in said, said
+    assert "reward.py" in (tmp_path / "run" / "ranks" / "stacks_1.txt").read_text()
 
 
 @slow

@@ -7,7 +7,8 @@ started and ended and a verdict, numbers and a cure, on each trouble that it kno
 - rollouts.html: one self-contained page, true and predicted boxes drawn on the pictures (page.py).
 
 It works on a run that is still going (a last line cut short is left out) and needs neither a GPU nor the model. Without
-a folder it is a live table of this machine's GPUs. `--sample RUN [PARENT]` writes RUN/gpus.jsonl for as long as its
+a folder it is a live table of this machine's GPUs. `--hang RUN` tells which rank is missing where a run ended with
+status 4. `--sample RUN [PARENT]` writes RUN/gpus.jsonl for as long as its
 parent process lives: launch.sh has one beside a run. These two ask NVML, through nvidia-ml-py.
 Left out: anything that would need a server, and GPUs of a run's other nodes.
 """
@@ -284,6 +285,39 @@ def not_finite(training):
     )
 
 
+PHASES = "start log save evaluation wait_data rollout reward compare update".split()  # as they follow a step's count
+
+
+def hang(run):
+    """Of a run that ended with status 4: what each rank was doing, which is missing, being behind the others or unable
+    to say, and how to go on. From the files in RUN/ranks; a rank writes its process there when it starts, its step
+    and phase when the run stalls."""
+    said = {}
+    for path in (run / "ranks").glob("stacks_*.txt") if (run / "ranks" / "stalled").exists() else ():
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        told = [json.loads(line) for line in lines if line.startswith("{")]
+        said[int(path.stem[7:])] = {"step": -1, "phase": "start"} | dict(
+            itertools.chain(*(row.items() for row in told))
+        )
+    if not said:
+        return None
+    place = {rank: (row["step"], PHASES.index(row["phase"])) for rank, row in sorted(said.items())}
+    behind = [rank for rank in place if place[rank] == min(place.values())]
+    who = f"missing: rank {', '.join(map(str, behind))}" if len(behind) < len(said) else "no rank is behind the others"
+    doing = {}
+    for rank, (step, _) in place.items():
+        what = f"{said[rank]['phase']} after step {step}" if step >= 0 else "frozen, or stuck in C"
+        doing.setdefault(what, []).append(str(rank))
+    shown = "; ".join(f"rank {', '.join(ranks)}: {what}" for what, ranks in doing.items())
+    first, folder = said[behind[0]], run / "ranks"
+    return (
+        f"the run hung, {who} ({shown}). Their Python stacks: {folder}/stacks_*.txt. To go on: `py-spy dump --pid "
+        f"{first['pid']}` on {first['host']} while it hangs (torchrun leaves a frozen rank 30 s, or "
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT); NCCL_DEBUG=INFO before the same command, then "
+        f"{folder}/nccl_{behind[0]}.txt; a larger --stall_timeout for what is only slow"
+    )
+
+
 def verdicts(training, samples):
     of_gpus = swinging(training, samples), leaking(training, samples), uneven(samples)
     return [said for said in (*of_gpus, clipped(training), without_spread(training), not_finite(training)) if said]
@@ -433,6 +467,9 @@ def main(argv):
                 return watch()
             case ["--sample", folder, *parent]:
                 return sample(Path(folder), int(parent[0]) if parent else os.getppid())
+            case ["--hang", folder]:
+                print(hang(Path(folder)) or f"{folder}/ranks: no rank has reported a hang")
+                return 0
             case [folder] if not folder.startswith("-"):
                 return report(Path(folder))
     except KeyboardInterrupt:
@@ -440,7 +477,7 @@ def main(argv):
     except NoGPU as error:
         print(f"monitor.py: {error}", file=sys.stderr)
         return 2
-    print("usage: python tools/monitor.py [RUN | --sample RUN [PARENT]]    (RUN: a run's folder, with metrics.jsonl)")
+    print("usage: python tools/monitor.py [RUN | --hang RUN | --sample RUN [PARENT]]    (RUN: a run's folder)")
     return 2
 
 
@@ -457,7 +494,7 @@ def report(run):
     facts = describe(training, evaluation, args)
     for name, value in facts:
         print(f"{name}: {value}")
-    found = verdicts(training, samples)
+    found = [said for said in [hang(run)] if said] + verdicts(training, samples)
     for said in found:
         print(f"VERDICT: {said}")
     judged = settled(samples)

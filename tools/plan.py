@@ -168,9 +168,11 @@ def memory(args, model, world, zero):
     pixels = 4 * B * patches * 3 * vision.temporal_patch_size * vision.patch_size**2  # with a copy in the rows
     joined = e * layers * sum(f.weight.numel() for f in (a.q_proj, a.k_proj, a.v_proj, mlp.gate_proj, mlp.up_proj))
     key = 2 * layers * a.k_proj.out_features * e  # key and value of a token
-    prompts, own = B * -(-tokens // 16) * 16 * key, B * G * R * key
-    prefill = 2 * prompts + B * tokens * (4 * a.q_proj.in_features + 3 * mlp.gate_proj.out_features) * e
-    draw = (B * G + B) * V * e + B * G * V * 4 + rollout.SHRINK_AT * own  # logits, noise; a shrinking cache is copied
+    waves = rollout.waves(model, [{"input_ids": range(tokens)}] * B, G, R, args.max_tokens_per_forward)
+    n = len(waves[0])  # prompts in the largest
+    prompts, own = n * tokens * key, n * G * R * key
+    prefill = 2 * prompts + n * tokens * (4 * a.q_proj.in_features + 3 * mlp.gate_proj.out_features) * e
+    draw = (n * G + n) * V * e + n * G * V * 4 + rollout.SHRINK_AT * own  # logits, noise; a shrinking cache is copied
     # The row and the place of its backward where most is alive. Of one row, gradients come as activations go; of
     # several, the first rows' are there, under ZeRO-2 beside the new row's. ZeRO-3 keeps a buffer for them.
     kind = "eager" if args.attn_implementation == "eager" else "varlen" if e == 2 else "sdpa"
