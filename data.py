@@ -444,10 +444,10 @@ class PackedDataset:
 
 
 def train_val_split(dataset, val_split_ratio, seed):
-    """(train, val) record numbers, int64 arrays: the sources' own val records and a random share of the others."""
+    """(train, val) record numbers, uint32 arrays: the sources' own val records and a random share of the others."""
     if not 0 <= val_split_ratio < 1:
         raise DataError(f"--val_split_ratio {val_split_ratio} is not in [0, 1)")
-    train, val = (np.array(part, dtype=np.int64) for part in dataset.splits())
+    train, val = (np.arange(part.start, part.stop, dtype=np.uint32) for part in dataset.splits())
     held, kept = np.split(np.random.default_rng(seed).permutation(train), [math.ceil(val_split_ratio * len(train))])
     return np.sort(kept), np.concatenate([np.sort(held), val])
 
@@ -496,8 +496,8 @@ def encode_prompt(record, processor, question_template=QUESTION_TEMPLATE, max_pr
 
 @functools.lru_cache(maxsize=2)  # a step may lie across two epochs
 def epoch_order(n, seed, epoch):
-    """The order of n records in an epoch: a permutation, int64 (n,), a function of its arguments alone."""
-    return np.random.default_rng([seed, epoch]).permutation(n)
+    """The order of n records in an epoch: a permutation, uint32 (n,), a function of its arguments alone."""
+    return np.random.default_rng([seed, epoch]).permutation(np.arange(n, dtype=np.uint32))
 
 
 def prompt_indices(n, seed, step, count):
