@@ -10,7 +10,7 @@ vLLM, the repeated prompt.
     bash launch.sh --model_name_or_path Qwen/Qwen2.5-VL-3B-Instruct --data_file_paths a.jsonl --image_folders dir
 
 The file is in time order: `start` and `train`, the phases of a step, their maths (which does no input or output), a
-run's files, DeepSpeed's part, the flags.
+run's files, signals and hangs, DeepSpeed's part, the flags, the command.
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ def show_progress(run, bar, metrics, workers):
 
 @dataclass
 class Run:
-    """What the phases need. While training step, num_tokens and bad change."""
+    """What the phases need. The counters, `bad` and, for `watch`, the last four change while training."""
 
     args: Arguments
     rank: int
@@ -281,9 +281,14 @@ def sample_phase(run, prompts):
 
 def sample(run, model, prompts, G, R, temperature):
     """rollout.sample, in waves that --max_tokens_per_forward is enough for."""
-    budget, tokens = run.args.max_tokens_per_forward, functools.partial(rollout.wave_tokens, model, G=G, R=R)
-    run.forward = max(map(tokens, rollout.waves(model, prompts, G, R, budget))), max(tokens([p]) for p in prompts)
-    return rollout.sample(model, prompts, G, R, temperature, run.eos, run.pad, budget)
+
+    def begin(wave):
+        tokens = functools.partial(rollout.wave_tokens, model, G=G, R=R)
+        run.idle, run.forward = 0, (tokens(wave), max(tokens([prompt]) for prompt in wave))
+
+    return rollout.sample(
+        model, prompts, G, R, temperature, run.eos, run.pad, run.args.max_tokens_per_forward, begin=begin
+    )
 
 
 def with_positions(model, prompts):
@@ -367,7 +372,7 @@ def update_phase(run, batch, everyone):
     options |= {"num_sequences": sum(len(rank["rewards"]) for rank in everyone), "num_tokens": num_tokens}
     rows = build_rows(run, batch, max(rank["rows"] for rank in everyone))
     of_one = [len(batch["prompts"][i // args.num_generations]["input_ids"]) + n for i, n in enumerate(batch["trained"])]
-    run.forward = max(len(row["input_ids"]) for row, _ in rows), max(of_one)
+    sizes = max(len(row["input_ids"]) for row, _ in rows), max(of_one)
     pad = functools.partial(torch.nn.functional.pad, pad=(0, 0, 0, 1))  # line N, the blank group's: False and 0
     mask, sampled, advantages = pad(batch["mask"]), pad(batch["sampler_logps"]), pad(batch["advantages"][:, None])[:, 0]
 
@@ -385,7 +390,7 @@ def update_phase(run, batch, everyone):
             group["lr"] = rate
         losses, norm = [], torch.ones(())
         for k, (row, members) in enumerate(rows):
-            last = k == len(rows) - 1
+            last, run.idle, run.forward = k == len(rows) - 1, 0, sizes
             engine.set_gradient_accumulation_boundary(last)
             logps, entropy = engine(row)  # (n, R) of this row
             live = mask[members, : logps.shape[1]]
@@ -765,7 +770,9 @@ def claim_folder(folder):
             shutil.rmtree(os.path.join(folder, name), ignore_errors=True)
         elif name in ("exit_status", "exit_message"):
             os.remove(os.path.join(folder, name))
-    os.makedirs(os.path.join(folder, "ranks"))  # for what each rank has to say when it hangs, and NCCL's output
+    os.makedirs(
+        os.path.join(folder, "ranks"), exist_ok=True
+    )  # for what each rank has to say when it hangs, and NCCL's output
 
 
 def whole_weights(engine):
@@ -1037,29 +1044,25 @@ def lost_rank(patience=0.0):
 def enter(run, phase):
     """A phase begins, which is progress (see `watch`), and what a message names when memory runs out in it."""
     run.phase, run.idle, run.forward = phase, 0, (0, 0)
-    if run.stacks:
-        faulthandler.cancel_dump_traceback_later()
-        if phase != "save":  # for the case that something holds Python's lock, and `watch` cannot speak
-            faulthandler.dump_traceback_later(run.args.stall_timeout + 2, file=run.stacks)
 
 
 def watch(run):
-    """A thread of every rank: where no phase has begun for --stall_timeout seconds, here or on another rank, it leaves
-    this rank's stacks in <output_dir>/ranks, of which tools/monitor.py tells who is missing, and ends it with status 4.
+    """A thread of every rank: where no phase, row or wave has begun for --stall_timeout seconds, here or on another
+    rank, it leaves this rank's stacks in <output_dir>/ranks, of which tools/monitor.py tells who is missing, and ends
+    it with status 4.
 
-    Seconds are counted while the process runs, so that a job may be stopped and continued. They do not count in the
-    start, where models are read, and in a save, where one rank writes while the others wait."""
+    Seconds count while the process runs, but not in the start, where models are read, nor in a save, where one rank
+    writes while the others wait."""
     alarm = os.path.join(os.path.dirname(run.stacks.name), "stalled")
     while run.idle < run.args.stall_timeout and not os.path.exists(alarm):
         time.sleep(1)
         run.idle += run.phase not in ("start", "save")
-    faulthandler.cancel_dump_traceback_later()
     message = ""
     with contextlib.suppress(OSError):  # of the alarm, where another rank was first; of a full disk
         print(json.dumps({"step": run.step, "phase": run.phase}), file=run.stacks, flush=True)
         faulthandler.dump_traceback(run.stacks)
         open(alarm, "x").close()
-        message = f"no phase began for {run.args.stall_timeout} s (--stall_timeout); python tools/monitor.py says more"
+        message = f"no progress for {run.args.stall_timeout} s (--stall_timeout); python tools/monitor.py says more"
     time.sleep(5)  # the other ranks see the alarm and write theirs
     leave_status(run.args.output_dir, 4, run.rank, message and f"{message}; {what_counts(run.args)}")
     time.sleep(0 if message else 10)  # torchrun ends the others as soon as the first has left
@@ -1068,7 +1071,7 @@ def watch(run):
 
 def out_of_memory(error):
     """The allocator's own error behind an exception (a CUDA graph whose capture fails hides it), or None."""
-    while error and not re.search("out of memory|can't allocate memory|ALLOC_FAILED", str(error)):
+    while error and not re.search("out of memory|can't allocate memory|ALLOC_FAILED|MemoryError", repr(error)):
         error = error.__context__
     return error
 
@@ -1077,7 +1080,7 @@ def memory_message(run, error):
     """What ran out where, and the cure. Where a smaller budget is one, launch.sh finds the flags to go on with in the
     file `retry`: the gradient is the same under any. `run` is None while it is being started."""
     phase, step, size, least = (run.phase, run.step, *run.forward) if run else ("start", 0, 0, 0)
-    said = f"out of memory in {phase} after step {step}: {str(error).splitlines()[0]}"
+    said = f"out of memory in {phase} after step {step}: {(str(error) or 'MemoryError').splitlines()[0]}"
     if torch.cuda.is_available():
         numbers = torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), torch.cuda.mem_get_info()[1]
         said += "; {:.1f} GB allocated, {:.1f} reserved, of {:.1f}".format(*(number / 1e9 for number in numbers))
@@ -1088,10 +1091,16 @@ def memory_message(run, error):
     if saved or not args.eval_only and args.resume_from_checkpoint in (None, "true", "false"):  # else of that folder
         flags += ["--resume_from_checkpoint", "true"]
     if "GRPO_STATUS" in os.environ and not (saved and args.save_only_model):
-        with open(os.path.join(os.environ["GRPO_STATUS"], "retry"), "w") as file:
-            file.write("\n".join(flags) + "\n")
+        replace_file(os.path.join(os.environ["GRPO_STATUS"], "retry"), "\n".join(flags) + "\n")
     budget = f"--max_tokens_per_forward {args.max_tokens_per_forward}, and {size} tokens in its largest forward"
     return f"{said}; {budget}. The gradient is the same with `{' '.join(flags)}`"
+
+
+def replace_file(path, text):
+    """Whole or not at all, also where several ranks write the same file."""
+    with open(f"{path}.{os.getpid()}", "w") as file:
+        file.write(text)
+    os.replace(file.name, path)
 
 
 def follow_the_rank(_):
@@ -1150,6 +1159,10 @@ def deepspeed_config(args, world, hidden_size, device_type):
         "stage3_param_persistence_threshold": 10 * hidden_size,
     }
     zero.update({name: value for name, value in sizes.items() if zero.get(name) == "auto"})
+    # room for two layers, or nothing is gathered ahead (72B); plain linear layers, because checkpointing lets go of the
+    # weights that autograd holds, and DeepSpeed's form of them costs the processor 50 us each
+    zero.setdefault("stage3_max_live_parameters", max(10**9, 40 * hidden_size**2))
+    zero.setdefault("memory_efficient_linear", not args.gradient_checkpointing)
     optimizer = config.setdefault("optimizer", {"type": "AdamW"})
     given = {name: value for name, value in optimizer.get("params", {}).items() if value != "auto"}
     flags = {"lr": args.learning_rate, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": args.weight_decay}
@@ -1223,7 +1236,8 @@ def start_engine(args, model, world, device, trained=True):
 
     if trained and args.gradient_checkpointing:
         # reentrant unless told otherwise: the processor has a fifth less to do in an update, and the GPU waits for it
-        modeling.checkpoint_blocks(model, **json.loads(args.gradient_checkpointing_kwargs or '{"use_reentrant": true}'))
+        kwargs = {"use_reentrant": True} | json.loads(args.gradient_checkpointing_kwargs or "{}")
+        modeling.checkpoint_blocks(model, **kwargs)
     policy = modeling.Policy(model.requires_grad_(False) if not trained else model, args.temperature)
     config = deepspeed_config(args, world, model.config.text_config.hidden_size, device.type)
     if not trained and config["zero_optimization"]["stage"] < 3:
@@ -1327,7 +1341,7 @@ class Arguments:
     # machine
     deepspeed: str = field(default=os.path.join(HERE, "ds_zero3.json"), metadata={"help": "DeepSpeed's JSON"})
     zero_stage: int | None = field(default=None, metadata={"help": "0-3, overrides the JSON's"})
-    stall_timeout: int = field(default=600, metadata={"help": "seconds without a new phase after which a run hangs"})
+    stall_timeout: int = field(default=600, metadata={"help": "seconds without progress after which a run hangs"})
     plan: bool = field(default=False, metadata={"help": "print what one GPU would hold, and stop (tools/plan.py)"})
     plan_gpus: int | None = field(default=None, metadata={"help": "of the machine planned for; default: this one's"})
     plan_gb: float | None = field(default=None, metadata={"help": "memory of a GPU planned for; default: this one's"})
@@ -1459,7 +1473,9 @@ def main():
                 print(json.dumps(metrics))
         else:
             run.stop.listen(run)
-            run.stacks = open(os.path.join(args.output_dir, "ranks", f"stacks_{rank}.txt"), "w")
+            if not os.path.isdir(folder := os.path.join(args.output_dir, "ranks")):
+                raise ValueError(f"{folder} is not there: --output_dir must be on a disk that all nodes share")
+            run.stacks = open(os.path.join(folder, f"stacks_{rank}.txt"), "w")
             print(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}), file=run.stacks, flush=True)
             threading.Thread(target=watch, args=(run,), daemon=True).start()
             train(run, model, train_records, val_records)
@@ -1472,6 +1488,7 @@ def main():
         status, message = 130, f"interrupted; --resume_from_checkpoint true goes on from {folder}"
     except Exception as error:
         if memory := out_of_memory(error):
+            traceback.print_exc()
             status, message = 3, memory_message(run, memory)
         # a rank that is gone makes the others fail in their next exchange: its message is the cause
         elif isinstance(error, RuntimeError) and NEIGHBOURS:
@@ -1537,8 +1554,7 @@ def leave_status(folder, status, rank, message):
             return  # by a rank that failed first
         for name, text in (("exit_status", f"{status}\n"), ("exit_message", message)):
             if text:
-                with open(os.path.join(folder, name), "w") as file:
-                    file.write(text)
+                replace_file(os.path.join(folder, name), text)
     except OSError as error:
         print(f"grpo.py: exit_status {status} cannot be written to {folder}: {error}", file=sys.stderr)
 

@@ -137,13 +137,13 @@ for again in 1 2 3 ''; do # out of memory: up to three times again, with half th
   status=0
   run "${settings[@]}" "$python" -m torch.distributed.run --nnodes "$nodes" --node_rank "$node_rank" \
     --nproc_per_node "$nproc" --master_addr "$address" --master_port "$port" "$here/grpo.py" "$@" "${retry[@]}" || status=$?
-  if [[ $node_rank == 0 && -s $left/exit_status ]]; then
+  if [[ -s $left/exit_status ]]; then
     written=$(<"$left/exit_status")
     if [[ -z $signal && $written =~ ^[0-9]+$ ]]; then status=$written; fi
     if [[ $status == 3 ]]; then "$python" "$here/tools/plan.py" --plan_gpus $((nodes * nproc)) "$@" "${retry[@]}" || true; fi
     if [[ $status != 0 && -s $left/exit_message ]]; then cat -- "$left/exit_message" >&2 || true; fi # torchrun buries it
-    if [[ -d $output ]]; then cp -- "$left"/exit_* "$output/" || true; fi
-    if [[ $status == 4 ]]; then "$python" "$here/tools/monitor.py" --hang "$output" >&2 || true; fi
+    if [[ $node_rank == 0 && -d $output ]]; then cp -- "$left"/exit_* "$output/" || true; fi
+    if [[ $node_rank == 0 && $status == 4 ]]; then "$python" "$here/tools/monitor.py" --hang "$output" >&2 || true; fi
   elif [[ $node_rank == 0 && $status == 0 ]]; then
     status=1
     echo "launch.sh: the processes ended without saying how: something in them left Python, os._exit for one" >&2 || true

@@ -38,7 +38,9 @@ SHRINK_AT = 0.75  # drop finished rows once the live ones fill no more than this
 
 
 @torch.no_grad()
-def sample(model, prompts, num_generations, max_completion_length, temperature, eos_ids, pad_id, budget=math.inf):
+def sample(
+    model, prompts, num_generations, max_completion_length, temperature, eos_ids, pad_id, budget=math.inf, begin=None
+):
     """Draw `num_generations` completions of each prompt. Temperature 0 is greedy.
 
     `model` is transformers' model inside a model.Policy (its attention is the packed one), weights whole (see
@@ -47,11 +49,14 @@ def sample(model, prompts, num_generations, max_completion_length, temperature, 
     the longest completion's length; behind a completion's first end-of-sequence token stand `pad_id` and 0.
     And how the decoding went: its seconds, and the bytes of weights, keys and values that its steps had to read.
     The noise comes from torch's global generator: seed it, and the same prompts give the same completions. With a
-    `budget` (--max_tokens_per_forward) they come in waves that take no more memory than such a forward, see `waves`.
+    `budget` (--max_tokens_per_forward) they come in waves that take no more memory than such a forward, see `waves`;
+    `begin` is called with each.
     """
     limits = num_generations, max_completion_length
     parts, longest, seconds, read = [], 0, 0.0, 0
     for wave in waves(model, prompts, *limits, budget):
+        if begin:
+            begin(wave)
         decoder = Decoder(model, wave, *limits, temperature, eos_ids, pad_id)
         decoder.lengths.max().item()  # waits for the GPU: the prefill is over
         began = time.perf_counter()
@@ -81,10 +86,11 @@ def wave_tokens(model, prompts, G, R):
     """The budget (tokens in a forward of the update) that takes the memory of sampling all these prompts at once.
 
     The prefill is such a forward. After it a token keeps a key and a value a layer, where the update with checkpointing
-    keeps the layer's input: in Qwen2.5-VL-3B 2 x 2 heads x 128 numbers against 2048, so four tokens here are one there
-    (3.5 in the 7B, 2 in Qwen3-VL-8B)."""
+    keeps the layer's input and, for the layer that it computes again and the logits, about as much once more: in
+    Qwen2.5-VL-3B 2 x 2 heads x 128 numbers against 2 x 2048, so eight tokens here are one there (7 in the 7B, 4 in
+    Qwen3-VL-8B)."""
     a, P = model.model.language_model.layers[0].self_attn, max(len(prompt["input_ids"]) for prompt in prompts)
-    share = 2 * a.k_proj.out_features / a.q_proj.in_features
+    share = a.k_proj.out_features / a.q_proj.in_features
     return math.ceil(len(prompts) * max(P, share * (P + G * R)))
 
 

@@ -152,7 +152,7 @@ def test_optimizer_states_and_gradients(checkpoints, stage, world):
         assert planned == pytest.approx(measured, rel=0.03)
 
 
-@pytest.mark.parametrize("budget, n", [(32768, 6), (600, 2), (1, 1)])
+@pytest.mark.parametrize("budget, n", [(32768, 6), (300, 2), (1, 1)])
 def test_sampling_holds_one_wave(checkpoints, budget, n):
     """The caches of a wave are the plan's, and six prompts in waves of n take the memory of n prompts."""
     folder, (B, G, R) = checkpoints["qwen2_5_vl"], (6, 4, 40)

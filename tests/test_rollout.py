@@ -189,11 +189,12 @@ def test_waves_draw_what_one_wave_draws(checkpoints):
 
 @pytest.mark.parametrize("family, share", [("qwen2_5_vl", 4), ("qwen3_vl", 2)])
 def test_a_wave_takes_the_memory_of_a_forward(checkpoints, family, share):
-    """Hidden size over keys and values: 64 over 2 x 2 heads x 16 here, 1; of the published models 4 and 2."""
+    """Hidden size over keys and values: 64 over 2 x 2 heads x 16 here, 1; of the published models 4 and 2. The update
+    keeps twice the hidden states."""
     policy, _, _ = load(checkpoints[family])
     attention = policy.model.language_model.layers[0].self_attn
     prompts = [{"input_ids": range(100)}, {"input_ids": range(70)}]
-    assert rollout.wave_tokens(policy, prompts, 4, 75) == 2 * (100 + 4 * 75)
+    assert rollout.wave_tokens(policy, prompts, 4, 75) == 100 + 4 * 75
     attention.k_proj.out_features = 64 // 2 // share
-    assert rollout.wave_tokens(policy, prompts, 4, 75) == 2 * (100 + 4 * 75) // share
+    assert rollout.wave_tokens(policy, prompts, 4, 375) == (100 + 4 * 375) // share
     assert rollout.wave_tokens(policy, prompts, 4, 5) == 2 * 100  # the prefill

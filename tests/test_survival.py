@@ -554,16 +554,6 @@ def test_a_rank_that_sleeps_ends_the_job_and_is_named(checkpoints, pictures, tmp
 
 
 @slow
-def test_a_rank_stuck_in_c_ends_the_job(checkpoints, pictures, tmp_path):
-    """It holds Python's lock, so that none of its threads can speak; faulthandler's own shows the line all the same."""
-    fault = "rank == '1' and step == 2 and __import__('re').match('(a|aa)+$', 'a' * 60 + 'b')"
-    words, shared = command(checkpoints, pictures, tmp_path, fault, stall_timeout=5), remains(tmp_path)[1]
-    status, said = ended(launched(words, tmp_path, TORCH_ELASTIC_SHUTDOWN_TIMEOUT="10"), tmp_path, shared, 100)
-    assert status == 4 and "rank 1: frozen, or stuck in C" in said, said
-    assert "reward.py" in (tmp_path / "run" / "ranks" / "stacks_1.txt").read_text()
-
-
-@slow
 @pytest.mark.parametrize("who", ["all processes, as SLURM does", "torchrun alone, killed"])
 def test_signals_from_elsewhere(checkpoints, pictures, tmp_path, who):
     """Each process is sent SIGTERM by SLURM, data workers too: saved all the same. Ranks never outlive torchrun."""
@@ -604,7 +594,7 @@ def test_interrupted_at_any_moment_of_its_start(checkpoints, pictures, tmp_path)
 def test_killed_at_forty_moments_a_run_ends_as_if_undisturbed(checkpoints, pictures, tmp_path):
     """kill -9 of all processes at random moments of a run that saves every step, then the same command, 40 times. No
     half checkpoint is ever taken for one, and the losses are those of a quiet run."""
-    words = command(checkpoints, pictures, tmp_path, save_steps=1, max_steps=140, save_total_limit=2, num_workers=0)
+    words = command(checkpoints, pictures, tmp_path, save_steps=1, max_steps=300, save_total_limit=2, num_workers=0)
     (args,) = grpo.HfArgumentParser(grpo.Arguments).parse_args_into_dataclasses(words)
     generator, out, halves, resumed = np.random.default_rng(0), tmp_path / "run", 0, set()
 

@@ -295,10 +295,10 @@ def hang(run):
     said = {}
     for path in (run / "ranks").glob("stacks_*.txt") if (run / "ranks" / "stalled").exists() else ():
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-        told = [json.loads(line) for line in lines if line.startswith("{")]
-        said[int(path.stem[7:])] = {"step": -1, "phase": "start"} | dict(
-            itertools.chain(*(row.items() for row in told))
-        )
+        said[int(path.stem[7:])] = row = {"step": -1, "phase": "start", "pid": "?", "host": "?"}
+        for line in lines:
+            if line.startswith("{") and line.endswith("}"):  # else cut short
+                row |= json.loads(line)
     if not said:
         return None
     place = {rank: (row["step"], PHASES.index(row["phase"])) for rank, row in sorted(said.items())}
