@@ -758,7 +758,15 @@ def claim_folder(folder):
     try:
         os.makedirs(folder, exist_ok=True)
         lock = os.open(os.path.join(folder, ".lock"), os.O_CREAT | os.O_WRONLY)  # left open for the life of the process
-        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # this process's alone: data workers do not inherit it
+        until = time.monotonic() + 5  # a run that was just killed lets go of it a moment later
+        while True:
+            try:
+                fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # this process's alone: not inherited by data workers
+                break
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    raise
+                time.sleep(0.1)
     except BlockingIOError as error:
         raise ValueError(
             f"--output_dir {folder}: another run is writing there; wait for it, or give another"
@@ -1062,7 +1070,7 @@ def watch(run):
         print(json.dumps({"step": run.step, "phase": run.phase}), file=run.stacks, flush=True)
         faulthandler.dump_traceback(run.stacks)
         open(alarm, "x").close()
-        message = f"no progress for {run.args.stall_timeout} s (--stall_timeout); python tools/monitor.py says more"
+        message = f"no progress for {run.args.stall_timeout} s (--stall_timeout); see tools/monitor.py --hang"
     time.sleep(5)  # the other ranks see the alarm and write theirs
     leave_status(run.args.output_dir, 4, run.rank, message and f"{message}; {what_counts(run.args)}")
     time.sleep(0 if message else 10)  # torchrun ends the others as soon as the first has left
@@ -1488,7 +1496,6 @@ def main():
         status, message = 130, f"interrupted; --resume_from_checkpoint true goes on from {folder}"
     except Exception as error:
         if memory := out_of_memory(error):
-            traceback.print_exc()
             status, message = 3, memory_message(run, memory)
         # a rank that is gone makes the others fail in their next exchange: its message is the cause
         elif isinstance(error, RuntimeError) and NEIGHBOURS:

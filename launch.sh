@@ -56,10 +56,11 @@ done
 
 # ---- Running a command in a process group of its own (set -m): Ctrl-C reaches it once, through us, and it does
 # ---- not start with SIGINT ignored. A trapped signal ends `wait` early: wait on until the process is gone.
-child='' signal=''
+child='' signal='' starting=''
 forward() { # SIGNAL STATUS; once: torchrun gives up waiting for its ranks at a second one
   if [[ $signal ]]; then return; fi
-  signal=$2
+  signal=$2 name=$1
+  if [[ $starting ]]; then return; fi # `run` passes it on as soon as it knows the child
   if [[ -z $child ]] || ! kill -s "$1" "$child" 2>/dev/null; then exit "$signal"; fi
 }
 trap 'forward TERM 143' TERM
@@ -69,7 +70,8 @@ trap 'forward TERM 138' USR1 # SLURM's --signal=B:USR1
 trap '' PIPE                 # whoever read our output is gone: the run goes on
 run() {
   printf '%q ' "$@"; echo
-  set -m; "$@" & child=$!; set +m
+  starting=yes; set -m; "$@" & child=$!; set +m; starting=''
+  if [[ $signal ]]; then kill -s "$name" "$child" 2>/dev/null || true; fi
   status=0; wait "$child" || status=$?
   while kill -0 "$child" 2>/dev/null; do status=0; wait "$child" || status=$?; done
   return "${signal:-$status}"

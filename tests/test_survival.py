@@ -594,7 +594,7 @@ def test_interrupted_at_any_moment_of_its_start(checkpoints, pictures, tmp_path)
 def test_killed_at_forty_moments_a_run_ends_as_if_undisturbed(checkpoints, pictures, tmp_path):
     """kill -9 of all processes at random moments of a run that saves every step, then the same command, 40 times. No
     half checkpoint is ever taken for one, and the losses are those of a quiet run."""
-    words = command(checkpoints, pictures, tmp_path, save_steps=1, max_steps=300, save_total_limit=2, num_workers=0)
+    words = command(checkpoints, pictures, tmp_path, save_steps=1, max_steps=140, save_total_limit=2, num_workers=0)
     (args,) = grpo.HfArgumentParser(grpo.Arguments).parse_args_into_dataclasses(words)
     generator, out, halves, resumed = np.random.default_rng(0), tmp_path / "run", 0, set()
 
