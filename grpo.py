@@ -1481,9 +1481,9 @@ def main():
                 print(json.dumps(metrics))
         else:
             run.stop.listen(run)
-            if not os.path.isdir(folder := os.path.join(args.output_dir, "ranks")):
-                raise ValueError(f"{folder} is not there: --output_dir must be on a disk that all nodes share")
-            run.stacks = open(os.path.join(folder, f"stacks_{rank}.txt"), "w")
+            if not os.path.isdir(ranks := os.path.join(args.output_dir, "ranks")):
+                raise ValueError(f"{ranks} is not there: --output_dir must be on a disk that all nodes share")
+            run.stacks = open(os.path.join(ranks, f"stacks_{rank}.txt"), "w")
             print(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}), file=run.stacks, flush=True)
             threading.Thread(target=watch, args=(run,), daemon=True).start()
             train(run, model, train_records, val_records)

@@ -544,8 +544,8 @@ def test_a_rank_that_sleeps_ends_the_job_and_is_named(checkpoints, pictures, tmp
     assert status == 4 and [line["step"] for line in lines(tmp_path / "run")] == [1, 2], said
     assert (tmp_path / "run" / "exit_status").read_text() == "4\n"
     cause, told = said.splitlines()[-2:]
-    assert re.search("rank .: no phase began for 5 s .*; nothing is saved in", cause)
-    assert said.count("no phase began") == 2  # where it is met, and below torchrun's report
+    assert re.search("rank .: no progress for 5 s .*; nothing is saved in", cause)
+    assert said.count("no progress") == 2  # where it is met, and below torchrun's report
     assert said.count("missing: rank 1 (rank 0: compare after step 2; rank 1: reward after step 2)") == 1, said
     assert "py-spy dump --pid" in told and "NCCL_DEBUG=INFO" in told
     stacks = [(tmp_path / "run" / "ranks" / f"stacks_{rank}.txt").read_text() for rank in (0, 1)]
