@@ -74,7 +74,12 @@ class DataError(Exception):
 def parse_sources(data_file_paths=None, image_folders=None, dataset_name=None, image_root=None):
     """The four flags -> [(json, jsonl or yaml path, image folder or None)], as `pack` and `ensure_packed` take it."""
     if bool(data_file_paths) == bool(dataset_name) or (image_root if data_file_paths else image_folders):
-        raise DataError("give --data_file_paths with --image_folders, or --dataset_name (a yaml) with --image_root")
+        given = {"data_file_paths": data_file_paths, "image_folders": image_folders}
+        given |= {"dataset_name": dataset_name, "image_root": image_root}
+        given = " ".join(f"--{name}" for name, value in given.items() if value) or "none of them"
+        raise DataError(
+            f"give --data_file_paths with --image_folders, or --dataset_name (a yaml) with --image_root, not {given}"
+        )
     if dataset_name or (data_file_paths.endswith(".packed") and not image_folders):
         return [(dataset_name or data_file_paths, image_root)]
     files, folders = data_file_paths.split(":"), image_folders.split(":") if image_folders else []
@@ -92,8 +97,12 @@ def _expand(sources):
     for i, (path, folder, *how) in enumerate(found):
         if path.endswith(".packed"):
             raise DataError(f"{path} is packed: train on it alone, without an image folder; it cannot be packed again")
-        if not os.path.isfile(path) or not os.path.isdir(folder or "."):
-            raise DataError(f"{path} is no file, or its image folder {folder} no folder; check the paths")
+        if not os.path.isfile(path):
+            raise DataError(f"{path} is no file, seen from {os.getcwd()}; check the path")
+        if folder and not os.path.isdir(folder):
+            raise DataError(
+                f"{folder}, the image folder of {path}, is no folder, seen from {os.getcwd()}; check the path"
+            )
         found[i] = Source(os.path.abspath(path), os.path.realpath(folder) if folder else None, *how)
     return sorted(found, key=lambda source: source.split == "val")  # sorted() keeps the order within a split
 

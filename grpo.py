@@ -98,7 +98,10 @@ def start(args):
     run.packed, run.resumed = found
     run.dataset = data.PackedDataset(run.packed)
     train_records, val_records = data.train_val_split(run.dataset, args.val_split_ratio, args.data_seed)
-    tell(f"data: {len(train_records)} records to train on, {len(val_records)} held out, in {run.packed}")
+    if args.eval_only:
+        compare_template(args)
+    what = "not held out" if args.eval_only else "to train on"
+    tell(f"data: {len(train_records)} records {what}, {len(val_records)} held out, in {run.packed}")
     return run, model, train_records, val_records
 
 
@@ -949,6 +952,16 @@ def identity(run):
     return same | {f"--{name}": getattr(run.args, name) for name in names}
 
 
+def compare_template(args):
+    """Of a checkpoint of ours that is evaluated: with another prompt than in training the numbers mean little."""
+    path = os.path.join(args.model_name_or_path, "state.json")
+    if os.path.isfile(path):
+        with open(path) as file:
+            trained = json.load(file)["args"]["question_template"]
+        if trained != args.question_template:
+            tell(f"warning: this checkpoint was trained with --question_template {trained!r}, not what is given now")
+
+
 def load_checkpoint(run, folder):
     """Restore weights, optimizer and counters: with `seed_everything` and the records' order, all that a run is."""
     from deepspeed.runtime.fp16.loss_scaler import LossScaler
@@ -1248,11 +1261,12 @@ def start_engine(args, model, world, device, trained=True):
         modeling.checkpoint_blocks(model, **kwargs)
     policy = modeling.Policy(model.requires_grad_(False) if not trained else model, args.temperature)
     config = deepspeed_config(args, world, model.config.text_config.hidden_size, device.type)
-    if not trained and config["zero_optimization"]["stage"] < 3:
+    stage = config["zero_optimization"]["stage"]
+    if not trained and stage < 3:
         return policy
     if not trained:
         del config["optimizer"]  # without one, DeepSpeed shards for inference
-    if config["zero_optimization"]["stage"] == 3:
+    if stage == 3:
         # a block's weights are gathered together, not one linear layer's after the other
         blocks = model.model.language_model.layers[0], model.model.visual.blocks[0]
         deepspeed.utils.set_z3_leaf_modules(policy, [type(block) for block in blocks])
@@ -1262,7 +1276,7 @@ def start_engine(args, model, world, device, trained=True):
     parameters = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     # DeepSpeed 0.19.8 casts parameters to bf16 and leaves the rotary tables in float32, as they must be
     engine = deepspeed.initialize(model=policy, model_parameters=parameters or None, config=config)[0]
-    if config["zero_optimization"]["stage"] == 0:
+    if stage == 0:
         engine.enable_backward_allreduce = world > 1  # alone it would still copy all gradients together and back
         if hasattr(engine.optimizer, "fp32_groups") and not engine.optimizer.fused_lamb_legacy:
             engine.optimizer.step = functools.partial(step_at_once, engine.optimizer)

@@ -1,6 +1,7 @@
 """What the tests share: tiny random checkpoints of the three families, written to disk and loaded back by name."""
 
 import os
+import signal
 import sys
 import threading
 
@@ -19,6 +20,9 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 import model as model_module
 
 tqdm.set_lock(threading.RLock())  # its own is shared with forked ranks: one that is killed may keep it for ever
+
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a script's background job; bash could not listen to it either
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]
 SPECIALS += ["<|video_pad|>"]

@@ -3,6 +3,8 @@
 import functools
 import json
 import os
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -18,7 +20,7 @@ from ranks import run_ranks
 
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory):
-    """A data set in VLM-R1's form: 12 noise pictures with a box each, and a text-only record."""
+    """A data set in VLM-R1's form: 12 noise pictures with a box each."""
     folder = tmp_path_factory.mktemp("data")
     rng = np.random.default_rng(0)
     with open(folder / "a.jsonl", "w") as file:
@@ -152,6 +154,28 @@ def evaluate_once(args):
     run, model, _, val_records = grpo.start(args)
     M.Policy(model)
     return grpo.evaluate(run, model, val_records)[0]
+
+
+def test_the_command_that_evaluates_a_checkpoint(checkpoints, pictures, tmp_path, reward_file):
+    """--eval_only prints the held-out metrics alone on stdout, and says so where the prompt is not training's."""
+    run_ranks(1, run_once, flags(checkpoints["qwen2_vl"], pictures, tmp_path / "run", max_steps=1))
+    command = [sys.executable, grpo.__file__, "--eval_only", "--model_name_or_path", tmp_path / "run" / "checkpoint-1"]
+    command += [
+        "--data_file_paths",
+        pictures / "a.jsonl",
+        "--image_folders",
+        pictures,
+        "--output_dir",
+        tmp_path / "eval",
+    ]
+    command += ["--bf16", "false", "--max_completion_length", "4", "--val_split_ratio", "0.3"]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    metrics = json.loads(done.stdout)
+    assert metrics["eval/count"] == 4 and {"eval/iou", "eval/accuracy", "eval/format"} <= set(metrics)
+    assert "was trained with --question_template '{Question}'" in done.stderr
+    assert "8 records not held out, 4 held out" in done.stderr
 
 
 def test_metrics_and_completions_files(checkpoints, pictures, tmp_path):

@@ -266,7 +266,8 @@ def main():
     print(*table(args, model, world, zero), sep="\n")
     total = needed(args, model, world, zero)
     fits = total <= limit
-    print(f"\nA GPU needs {total / 1e9:.1f} GB of {limit / 1e9:.0f}: it {'fits' if fits else 'does not fit'}")
+    assumed = "" if args.plan_gb or gpus else " (assumed, for lack of a GPU; say --plan_gb)"
+    print(f"\nA GPU needs {total / 1e9:.1f} GB of {limit / 1e9:.0f}{assumed}: it {'fits' if fits else 'does not fit'}")
     for words, price, total in cures(args, model, world, zero, limit):
         print(f"{total / 1e9:8.1f} GB  with {words} ({price})")
     if total > limit:
