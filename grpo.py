@@ -704,7 +704,7 @@ class Log:
         self.paths = [os.path.join(run.args.output_dir, name) for name in ("metrics.jsonl", "completions.jsonl")]
         try:
             self.begin(run)
-        except (OSError, ValueError) as error:  # ValueError: a line that is no JSON
+        except (OSError, ValueError) as error:  # ValueError: a line that is not ours
             raise ValueError(f"--output_dir {run.args.output_dir}: its logs cannot be written on ({error})") from error
         if self.writes and run.args.report_to == "wandb":
             import wandb
@@ -717,7 +717,7 @@ class Log:
             kept = []
             if run.resumed and os.path.exists(path):  # drop what a run that died wrote after its last checkpoint
                 with open(path, encoding="utf-8") as file:
-                    kept = [line for line in file if line.endswith("\n") and json.loads(line)["step"] <= run.step]
+                    kept = [line for line in file if line.endswith("\n") and logged_until(run.step, line, path)]
             with open(path + ".tmp", "w", encoding="utf-8") as file:
                 file.writelines(kept)
             os.replace(path + ".tmp", path)
@@ -741,6 +741,13 @@ class Log:
                 tell(f"warning: step {metrics['step']} is missing in {path} ({error}); training goes on")
         if self.wandb:
             self.wandb.log(metrics | gpu_samples(os.path.dirname(self.paths[0])), step=metrics["step"])
+
+
+def logged_until(step, line, path):
+    try:
+        return json.loads(line)["step"] <= step
+    except (ValueError, LookupError, TypeError) as error:  # no JSON, or JSON of something else
+        raise ValueError(f"{path}: {line[:80]!r} is no line of a run; take it out, or the file away") from error
 
 
 def gpu_samples(folder):
@@ -770,20 +777,22 @@ def claim_folder(folder):
                 if time.monotonic() > until:
                     raise
                 time.sleep(0.1)
+        for name in os.listdir(folder):
+            if re.fullmatch("checkpoint-[0-9]+[.]tmp", name):
+                shutil.rmtree(os.path.join(folder, name), ignore_errors=True)
+            elif name in ("exit_status", "exit_message"):
+                os.remove(os.path.join(folder, name))
+        ranks = os.path.join(folder, "ranks")  # for what each rank has to say when it hangs, and NCCL's output
+        os.makedirs(ranks, exist_ok=True)
+        for name in os.listdir(ranks):
+            if re.fullmatch("(stacks|nccl)_[0-9]+[.]txt|stalled", name):  # the rest is not ours
+                os.remove(os.path.join(ranks, name))
     except BlockingIOError as error:
         raise ValueError(
             f"--output_dir {folder}: another run is writing there; wait for it, or give another"
         ) from error
     except OSError as error:
         raise ValueError(f"--output_dir {folder} cannot be written ({error}); give another") from error
-    for name in os.listdir(folder):
-        if re.fullmatch("checkpoint-[0-9]+[.]tmp|ranks", name):
-            shutil.rmtree(os.path.join(folder, name), ignore_errors=True)
-        elif name in ("exit_status", "exit_message"):
-            os.remove(os.path.join(folder, name))
-    os.makedirs(
-        os.path.join(folder, "ranks"), exist_ok=True
-    )  # for what each rank has to say when it hangs, and NCCL's output
 
 
 def whole_weights(engine):
@@ -812,7 +821,8 @@ def save_checkpoint(run):
     def attempt(function, *arguments, **named):
         try:
             function(*arguments, **named)
-        except (OSError, RuntimeError, SafetensorError) as error:  # RuntimeError: torch.save's, of a full disk too
+        # RuntimeError: torch.save's, of a full disk too; ValueError: a path that the locale cannot encode
+        except (OSError, RuntimeError, ValueError, SafetensorError) as error:
             failed.append(f"rank {run.rank}: {error}")
 
     def agreed():
@@ -956,8 +966,12 @@ def compare_template(args):
     """Of a checkpoint of ours that is evaluated: with another prompt than in training the numbers mean little."""
     path = os.path.join(args.model_name_or_path, "state.json")
     if os.path.isfile(path):
-        with open(path) as file:
-            trained = json.load(file)["args"]["question_template"]
+        try:
+            with open(path) as file:
+                trained = json.load(file)["args"]["question_template"]
+        except (OSError, ValueError, LookupError, TypeError) as error:  # another program's, or damaged
+            tell(f"warning: {path} does not say which --question_template was trained with ({error!r})")
+            return
         if trained != args.question_template:
             tell(f"warning: this checkpoint was trained with --question_template {trained!r}, not what is given now")
 
@@ -1119,7 +1133,7 @@ def memory_message(run, error):
 
 def replace_file(path, text):
     """Whole or not at all, also where several ranks write the same file."""
-    with open(f"{path}.{os.getpid()}", "w") as file:
+    with open(f"{path}.{os.getpid()}", "w", encoding="utf-8", errors="backslashreplace") as file:
         file.write(text)
     os.replace(file.name, path)
 
@@ -1135,6 +1149,17 @@ def follow_the_rank(_):
 # --- DeepSpeed ---------------------------------------------------------------------------------------------------
 
 
+SHAPES = {  # what --deepspeed's JSON must hold where it is read here, outer keys first
+    "an object, {...}": (
+        dict,
+        "zero_optimization zero_optimization.offload_optimizer bf16 fp16 optimizer optimizer.params",
+    ),
+    "a name": (str, "optimizer.type"),
+    'a number, or "auto"': ((int, float), "zero_optimization.reduce_bucket_size optimizer.params.eps"),
+    'two numbers, [0.9, 0.999] for one, or "auto"': (list, "optimizer.params.betas"),
+}
+
+
 def read_deepspeed(args):
     """--deepspeed's JSON with --zero_stage applied."""
     with open(args.deepspeed) as file:
@@ -1142,8 +1167,22 @@ def read_deepspeed(args):
             config = json.load(file)
         except ValueError as error:
             raise ValueError(f"--deepspeed {args.deepspeed} is not JSON: {error}") from error
+
+    def need(holds, key, value, what):
+        if not holds:
+            raise ValueError(f"--deepspeed {args.deepspeed}: {key} is {json.dumps(value):.80}, must be {what}")
+
+    need(isinstance(config, dict), "the whole", config, "an object, {...}")
+    for what, (kind, keys) in SHAPES.items():
+        for key in keys.split():
+            *outer, name = key.split(".")
+            inside = functools.reduce(lambda part, name: part.get(name, {}), outer, config)
+            value = inside.get(name)
+            fits = isinstance(value, kind) or value == "auto" and "auto" in what
+            need(name not in inside or fits, key, value, what)
     zero = config.setdefault("zero_optimization", {})
     zero["stage"] = zero.get("stage", 0) if args.zero_stage is None else args.zero_stage
+    need(zero["stage"] in (0, 1, 2, 3), "zero_optimization.stage", zero["stage"], "0, 1, 2 or 3")
     return config
 
 
@@ -1184,7 +1223,7 @@ def deepspeed_config(args, world, hidden_size, device_type):
     # weights that autograd holds, and DeepSpeed's form of them costs the processor 50 us each
     zero.setdefault("stage3_max_live_parameters", max(10**9, 40 * hidden_size**2))
     zero.setdefault("memory_efficient_linear", not args.gradient_checkpointing)
-    optimizer = config.setdefault("optimizer", {"type": "AdamW"})
+    config["optimizer"] = optimizer = {"type": "AdamW"} | config.get("optimizer", {})
     given = {name: value for name, value in optimizer.get("params", {}).items() if value != "auto"}
     flags = {"lr": args.learning_rate, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": args.weight_decay}
     for name in ("lr", "weight_decay"):
@@ -1393,11 +1432,15 @@ class Arguments:
 LEAST = {  # the smallest value of a flag; None, where that is the default, passes
     2: "num_generations",
     1: "max_completion_length max_prompt_length min_pixels max_pixels num_iterations per_device_train_batch_size "
-    "max_tokens_per_forward logging_steps save_steps save_total_limit stall_timeout plan_gpus plan_gb",
+    "max_tokens_per_forward logging_steps save_steps save_total_limit stall_timeout plan_gpus plan_gb delta",
     1e-6: "temperature num_train_epochs",
-    0: "beta epsilon epsilon_high delta learning_rate weight_decay max_grad_norm warmup_ratio val_split_ratio "
+    0: "beta epsilon epsilon_high learning_rate weight_decay max_grad_norm warmup_ratio val_split_ratio "
     "eval_steps seed data_seed",
     -1: "num_workers max_steps",
+}
+MOST = {  # the largest, far beyond any use: what is above it is a slip, on which numbers overflow
+    10**6: "num_generations per_device_train_batch_size num_train_epochs",
+    10**9: "stall_timeout max_steps",
 }
 CHOICES = {
     "loss_type": ("grpo", "dr_grpo", "dapo", "cispo"),
@@ -1420,6 +1463,9 @@ def check_arguments(args):
     for least, names in LEAST.items():
         for name in names.split():
             need(getattr(args, name) is None or getattr(args, name) >= least, name, f"must be at least {least}")
+    for most, names in MOST.items():
+        for name in names.split():
+            need(getattr(args, name) <= most, name, f"must be at most {most}")
     for name, choices in CHOICES.items():
         need(getattr(args, name) in choices, name, f"use one of {', '.join(str(c) for c in choices if c is not None)}")
     for name, value in vars(args).items():
@@ -1456,7 +1502,8 @@ def prompts_per_rank(args):
     completions and must hold whole groups, because a group is compared on one rank."""
     b, G, a = args.per_device_train_batch_size, args.num_generations, args.gradient_accumulation_steps
     if a == "auto":  # the smallest that gives at least 8 completions and whole groups
-        a = next(a for a in range(1, 8 * G + 1) if b * a >= 8 and b * a % G == 0)
+        whole = G // math.gcd(b, G)
+        a = whole * -(-8 // (b * whole))
     elif not str(a).isdecimal() or int(a) < 1:
         raise ValueError(f"--gradient_accumulation_steps {a}: a number, or auto")
     completions = b * int(a)
@@ -1480,10 +1527,12 @@ def main():
     for said in ("`torch.distributed", "barrier"):  # of DeepSpeed's calls, which we cannot change
         warnings.filterwarnings("ignore", message=said)
     transformers.utils.logging.disable_progress_bar()
-    sys.stdout, sys.stderr = Console(sys.stdout), Console(sys.stderr)
-    folder = output_folder(sys.argv[1:])
+    # a stream that was closed before Python started (>&-) is None
+    sys.stdout, sys.stderr = (Console(stream or open(os.devnull, "w")) for stream in (sys.stdout, sys.stderr))
+    folder = os.path.abspath(output_folder(sys.argv[1:]))
     try:
         args = parse_arguments(quiet=rank != "0")
+        args.output_dir = os.path.abspath(args.output_dir)  # a reward function may change the working directory
         if args.plan:
             raise ValueError("--plan needs no training process: bash launch.sh --plan ..., or python tools/plan.py ...")
         run, model, train_records, val_records = start(args)

@@ -153,7 +153,7 @@ def test_a_signal_in_a_step_of_two_processes_ends_them_all(tmp_path, checkpoints
     assert started.wait(timeout=50) == status, log.read_text()
     assert processes_with(command[-1]) == []
     assert stale.read_text() == f"{status}\n"  # the earlier run's 0 is gone
-    assert "no time to save; nothing is saved in runs/first try yet" in log.read_text().splitlines()[-1]
+    assert f"no time to save; nothing is saved in {tmp_path}/runs/first try yet" in log.read_text().splitlines()[-1]
     command = printed_command(log.read_text())
     assert option(command, "--nproc_per_node") == "2" and "OMP_NUM_THREADS=1" in command
     assert option(command, "--master_port") == "23457" and option(command, "--master_addr") == "localhost"

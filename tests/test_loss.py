@@ -508,7 +508,7 @@ def test_auto_accumulation_by_hand(batch, G, prompts):
 
 
 def test_auto_accumulation_is_the_smallest_that_gives_eight_and_whole_groups():
-    for batch, G in itertools.product(range(1, 14), range(2, 14)):
+    for batch, G in [*itertools.product(range(1, 14), range(2, 14)), (7, 10**6)]:
         whole = math.lcm(batch, G)  # completions of the smallest step of whole groups
         expected = whole * -(-8 // whole) // G
         args = arguments(per_device_train_batch_size=batch, num_generations=G, gradient_accumulation_steps="auto")
@@ -640,6 +640,12 @@ def test_help_lists_every_flag():
         ("gradient_checkpointing_kwargs", '{"preserve_rng_state": true}'),
         ("gradient_checkpointing_kwargs", "use_reentrant=false"),
         ("gradient_checkpointing_kwargs", "5"),
+        ("delta", 0.9),
+        ("num_generations", 99999999999),
+        ("per_device_train_batch_size", 10**12),
+        ("stall_timeout", 10**20),
+        ("num_train_epochs", 1e308),
+        ("max_steps", 10**20),
     ],
 )
 def test_a_flag_that_cannot_be_obeyed_is_named(flag, value):

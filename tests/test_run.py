@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -263,6 +264,36 @@ def test_every_auto_is_filled_and_flags_decide(checkpoints, pictures, tmp_path, 
     assert "under 5e7" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "config, said",
+    [
+        ([], "the whole is []"),
+        ({"zero_optimization": 5}, "zero_optimization is 5"),
+        ({"zero_optimization": None}, "zero_optimization is null"),
+        ({"zero_optimization": {"stage": "x"}}, 'zero_optimization.stage is "x"'),
+        ({"zero_optimization": {"reduce_bucket_size": "x"}}, 'zero_optimization.reduce_bucket_size is "x"'),
+        ({"zero_optimization": {"offload_optimizer": "cpu"}}, 'zero_optimization.offload_optimizer is "cpu"'),
+        ({"bf16": 3}, "bf16 is 3"),
+        ({"fp16": "auto"}, 'fp16 is "auto"'),
+        ({"optimizer": "AdamW"}, 'optimizer is "AdamW"'),
+        ({"optimizer": {"type": 5}}, "optimizer.type is 5"),
+        ({"optimizer": {"params": []}}, "optimizer.params is []"),
+        ({"optimizer": {"params": {"lr": "x"}}}, "lr is x"),
+        ({"optimizer": {"params": {"betas": 0.9}}}, "optimizer.params.betas is 0.9"),
+        ({"optimizer": {"params": {"lr": "auto"}}}, None),  # without a type: AdamW
+    ],
+)
+def test_a_deepspeed_json_of_another_shape_is_named(tmp_path, config, said):
+    path = tmp_path / "zero.json"
+    path.write_text(json.dumps(config))
+    args = grpo.Arguments(model_name_or_path="m", deepspeed=str(path))
+    if said is None:
+        assert grpo.deepspeed_config(args, 1, 64, "cpu")["optimizer"]["type"] == "AdamW"
+        return
+    with pytest.raises(ValueError, match=re.escape(f"{path}: {said}")):
+        grpo.deepspeed_config(args, 1, 64, "cpu")
+
+
 def test_shipped_json_is_what_the_readme_says():
     with open(os.path.join(grpo.HERE, "ds_zero3.json")) as file:
         config = json.load(file)
@@ -280,6 +311,21 @@ def test_a_folder_belongs_to_one_run_and_is_cleared_of_half_saves(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="cannot be written"):
         grpo.claim_folder(str(tmp_path / "file" / "run"))
+
+
+def test_of_a_folder_in_use_for_other_things_only_our_files_are_deleted(tmp_path):
+    ours, theirs = ("stacks_0.txt", "nccl_11.txt", "stalled"), ("notes.txt", "stacks_of_hay.txt")
+    (tmp_path / "run" / "ranks" / "folder").mkdir(parents=True)
+    for name in ours + theirs:
+        (tmp_path / "run" / "ranks" / name).touch()
+    grpo.claim_folder(str(tmp_path / "run"))
+    assert sorted(os.listdir(tmp_path / "run" / "ranks")) == sorted(("folder", *theirs))
+    (tmp_path / "a" / "exit_status").mkdir(parents=True)
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "ranks").touch()
+    for name, cause in (("a", "exit_status"), ("b", "ranks")):
+        with pytest.raises(ValueError, match=f"--output_dir {tmp_path}/{name} cannot be written .*/{cause}"):
+            grpo.claim_folder(str(tmp_path / name))
 
 
 def main_with(*words):

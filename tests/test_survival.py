@@ -26,7 +26,7 @@ import numpy as np
 import pytest
 import torch
 from test_launch import ROOT, environment, launch, processes_with, until
-from test_run import flags, lines, pictures, reward_file, run_once
+from test_run import flags, lines, main_with, pictures, reward_file, run_once
 from test_update import arguments, fixed_step, rank_batch
 from tqdm import tqdm
 from tqdm.std import TqdmDefaultWriteLock
@@ -680,6 +680,74 @@ def test_a_run_outlives_its_console(checkpoints, pictures, tmp_path, reward_file
         process.stdout.close(), process.stderr.close()
         assert process.wait(timeout=100) == 0
     assert len(lines(tmp_path / "run")) == 3 and (tmp_path / "run" / "exit_status").read_text() == "0\n"
+
+
+def without_a_console():
+    sys.stdout = sys.stderr = None  # what Python makes of >&- 2>&-
+    status = main_with("--model_name_or_path", "m", "--output_dir", "run", "--plan")
+    print("a line", flush=True)
+    return status, (Path("run") / "exit_message").read_text()
+
+
+def test_a_console_that_was_closed_before_the_start(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    ((status, message),) = run_ranks(1, without_a_console)
+    assert status == 2 and "--plan needs no training process" in message
+
+
+def test_a_reward_function_that_changes_the_working_directory(checkpoints, pictures, tmp_path, monkeypatch):
+    """The run stays in the folder that its relative --output_dir named when it began."""
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "moves.py").write_text(
+        f"import os\ndef moves(prompts, completions, **columns):\n    os.chdir({str(tmp_path / 'elsewhere')!r})\n"
+        "    return [0.0] * len(completions)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    more = {"reward_funcs": [f"{tmp_path}/moves.py:moves"], "max_steps": 2}
+    assert run_ranks(1, main_with, *command_line(flags(checkpoints["qwen2_vl"], pictures, "run", **more))) == [0]
+    assert os.listdir(tmp_path / "elsewhere") == [] and len(lines(tmp_path / "run")) == 2
+    assert (tmp_path / "run" / "checkpoint-2").is_dir() and (tmp_path / "run" / "exit_status").read_text() == "0\n"
+
+
+@pytest.mark.parametrize("line", ['{"loss": 1}', "[]", "5", '{"step": "1"}', "no JSON"])
+def test_a_log_with_a_line_that_is_not_ours_is_named_on_resuming(tmp_path, line):
+    (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1}}\n{line}\n')
+    args = grpo.Arguments(model_name_or_path="m", output_dir=str(tmp_path))
+    run = grpo.Run(args, 0, 1, torch.device("cpu"), None, [0], 0, step=3, resumed="checkpoint-3")
+    with pytest.raises(ValueError, match=f"--output_dir {tmp_path}: .*metrics.jsonl: '{re.escape(line)}"):
+        grpo.Log(run)
+    assert (tmp_path / "metrics.jsonl").read_text().endswith(f"{line}\n")  # nothing is lost
+
+
+@pytest.mark.parametrize("state", ["[]", "{}", '{"args": []}', "no JSON"])
+def test_a_state_json_that_is_not_ours_does_not_stop_an_evaluation(tmp_path, capsys, state):
+    (tmp_path / "state.json").write_text(state)
+    grpo.compare_template(grpo.Arguments(model_name_or_path=str(tmp_path), eval_only=True))
+    assert f"{tmp_path}/state.json does not say" in capsys.readouterr().err
+
+
+def save_where_names_cannot_be_encoded(args):
+    run, *rest = grpo.start(args)
+
+    def save_pretrained(folder, **named):
+        "é".encode("ascii")
+
+    run.processor.save_pretrained = save_pretrained  # what LC_ALL=C makes of a path
+    grpo.train(run, *rest)
+
+
+def test_a_name_that_the_locale_cannot_encode_costs_the_checkpoint_alone(
+    checkpoints, pictures, tmp_path, reward_file, capfd, monkeypatch
+):
+    args = flags(checkpoints["qwen2_vl"], pictures, tmp_path / "run", reward_funcs=[reward_file], max_steps=2)
+    args.save_steps = 1
+    with pytest.raises(AssertionError, match="the last checkpoint could not be written: rank 0: 'ascii' codec"):
+        run_ranks(1, save_where_names_cannot_be_encoded, args)
+    assert "warning: checkpoint-1 could not be written (rank 0: 'ascii' codec" in capfd.readouterr().err
+    assert len(lines(tmp_path / "run")) == 2
+    monkeypatch.setenv("GRPO_STATUS", str(tmp_path))
+    grpo.leave_status("unused", 1, 0, "\udcc3")  # a byte of a path as Python holds it there
+    assert (tmp_path / "exit_message").read_text() == "grpo.py, rank 0: \\udcc3\n"
 
 
 def run_with_tqdms_own_lock(args):
