@@ -27,7 +27,10 @@ null without a picture) and `source` ("a.jsonl:12": the line, or the place in a 
 """
 
 import argparse
+import contextlib
+import fcntl
 import functools
+import glob
 import hashlib
 import io
 import itertools
@@ -40,6 +43,7 @@ import shutil
 import struct
 import sys
 import tempfile
+import time
 import zlib
 from collections import namedtuple
 
@@ -260,6 +264,9 @@ def pack(sources, output, fingerprint=bytes(32)):
     temporary = f"{output}.{os.getpid()}-{os.urandom(4).hex()}.tmp"  # the same folder, where a rename is atomic
     try:
         with open(temporary, "wb") as out, tempfile.TemporaryFile(dir=os.path.dirname(output)) as index:
+            with contextlib.suppress(OSError):  # a file system without locks: then nothing is cleared either
+                fcntl.flock(out, fcntl.LOCK_EX)  # ends with the process, however that ends
+            _remove_leftovers(output)
             summary = _write(sources, out, index, fingerprint)
             out.flush()
             os.fsync(out.fileno())  # before the rename, or a power cut could leave the name without the bytes
@@ -272,6 +279,15 @@ def pack(sources, output, fingerprint=bytes(32)):
     counts = "{records} records, {images} pictures, {bytes:,} bytes; {skipped} skipped".format(**summary)
     tqdm.write(f"{output}: {counts}", file=sys.stderr)
     return summary
+
+
+def _remove_leftovers(output):
+    """What a packing that was killed has left beside `output`: nobody holds its lock."""
+    for path in glob.glob(glob.escape(output) + ".*-????????.tmp"):
+        with contextlib.suppress(OSError), open(path, "rb+") as file:  # one that is locked, gone, or not ours
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.getmtime(path) < time.time() - 60:  # not one that is about to be locked
+                os.remove(path)
 
 
 def _write(sources, out, index, fingerprint):
@@ -386,7 +402,8 @@ class PackedDataset:
         try:
             if not os.path.isfile(self.path):  # opening a pipe would block
                 raise FileNotFoundError("no such file")
-            self._map = np.memmap(self.path, dtype=np.uint8, mode="r")
+            self._file = open(self.path, "rb")
+            self._map = np.memmap(self._file, dtype=np.uint8, mode="r")
         except (OSError, ValueError) as error:  # ValueError: an empty file
             raise DataError(f"{self.path}: {error}; make it with `python data.py pack`") from error
         if self._map[: len(MAGIC)].tobytes() != MAGIC:
@@ -432,7 +449,9 @@ class PackedDataset:
 
     def _read(self, start, length, what, crc=None):
         """Bytes of the file, checked against crc or, without one, against the crc in their own last four."""
-        if self._map is None or start + length > len(self._map):
+        # A file that was cut short since it was opened (its name may be another's by now): touching what is gone from a
+        # map kills the process.
+        if self._map is None or start + length > min(len(self._map), os.fstat(self._file.fileno()).st_size):
             raise DataError(f"{self.path}: closed, or {what} lies past its end; open or pack it again")
         data = self._map[start : start + length].tobytes()
         # Unmap what was just read (the page cache keeps it), or a worker's RSS grows with all that it ever read. All of
@@ -450,6 +469,7 @@ class PackedDataset:
 
     def close(self):
         self._map = None  # the last reference: numpy has no other way to unmap
+        self._file.close()
 
 
 def train_val_split(dataset, val_split_ratio, seed):
@@ -596,7 +616,7 @@ def verify(path):
 
 
 def main(argv=None):
-    """The command line; -> exit status: 0, 1 for bad data, argparse's 2 for bad usage."""
+    """The command line; -> exit status: 0, 1 for bad data, argparse's 2 for bad usage, 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(description="Pack VLM-R1's data into one file, and look into it.")
     commands = parser.add_subparsers(dest="command", required=True)
     packing = commands.add_parser("pack", help="write one packed file from json, jsonl or yaml sources")
@@ -614,6 +634,8 @@ def main(argv=None):
         else:
             pack(parse_sources(**args), output)
         return 0
+    except KeyboardInterrupt:
+        return 130
     except DataError as error:
         print(f"data.py: {error}", file=sys.stderr)
         return 1

@@ -1,5 +1,6 @@
 """data.py: sources, bad input, the packed file and damage to it, prompts, order, workers. All files are real ones."""
 
+import fcntl
 import functools
 import io
 import json
@@ -711,6 +712,38 @@ def test_killed_while_packing_leaves_no_file_under_the_name(tmp_path):
     os.kill(process.pid, signal.SIGKILL)
     process.join()
     assert process.exitcode == -signal.SIGKILL and not (tmp_path / "out").exists()
+
+    (left,) = [name for name in os.listdir(tmp_path) if name.endswith(".tmp")]
+    held = tmp_path / f"out.{os.getpid()}-0123abcd.tmp"  # of a packing that goes on, however slowly
+    with open(held, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        for name in (left, held):
+            os.utime(tmp_path / name, (0, 0))
+        pack([(write_jsonl(tmp_path / "few.jsonl", [{"problem": "q", "solution": "x"}]), None)], tmp_path / "out")
+        assert held.exists() and not (tmp_path / left).exists()
+
+
+def test_interrupted_packing_ends_without_a_traceback(tmp_path):
+    source = write_jsonl(tmp_path / "s.jsonl", [{"problem": "q" * 100, "solution": "x"}] * 200_000)
+    command = [sys.executable, data.__file__, "pack", "--data_file_paths", str(source)]
+    command += ["--image_folders", str(tmp_path), "--output", str(tmp_path / "out")]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    while not any(name.startswith("out.") for name in os.listdir(tmp_path)):
+        assert process.poll() is None
+        time.sleep(0.005)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate()
+    assert process.returncode == 130 and "Traceback" not in err
+    assert sorted(os.listdir(tmp_path)) == ["s.jsonl"]
+
+
+def test_a_file_cut_short_while_it_is_open(packed, tmp_path):
+    copy = shutil.copy(packed, tmp_path / "copy.packed")
+    dataset = PackedDataset(copy)
+    assert dataset[0]
+    os.truncate(copy, 100)  # a page that is gone kills a process that reads it through a map
+    with pytest.raises(DataError, match="past its end"):
+        dataset[len(dataset) - 1]
 
 
 def test_failed_packing_keeps_the_file_before_it(packed, folder, tmp_path):

@@ -415,3 +415,40 @@ def test_a_run_that_did_not_hang(tmp_path, capsys):
     (tmp_path / "ranks" / "stalled").unlink()
     assert monitor.hang(tmp_path) is None and monitor.main(["--hang", str(tmp_path)]) == 0
     assert "no rank has reported a hang" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "name, line, said",
+    [
+        ("metrics.jsonl", '{"reward": 1.0}', "line 1: step is None"),
+        ("metrics.jsonl", '{"step": "x", "reward": 1.0}', "line 1: step is 'x'"),
+        ("metrics.jsonl", '{"step": 1, "reward": "x"}', "not as grpo.py writes them"),
+        ("metrics.jsonl", '{"step": 1, "reward": []}', "not as grpo.py writes them"),
+        ("gpus.jsonl", '{"gpu": 0}', "line 1: time is None"),
+        ("completions.jsonl", '{"step": 1, "split": "train"}', "line 1: record is None"),
+        ("completions.jsonl", '{"step": 1, "split": "train", "record": 0, "prompt": "", "completion": ""}', "not as"),
+        ("run.json", "[]", "not as grpo.py writes them"),
+        ("run.json", "{", "not as grpo.py writes them"),
+        ("ranks/stacks_0.txt", '{"step": 1, "phase": "lunch"}', "lunch"),
+        ("ranks/stacks_a.txt", '{"step": 1, "phase": "update"}', "not as grpo.py writes them"),
+    ],
+)
+def test_files_that_are_not_a_runs_are_named(tmp_path, capsys, name, line, said):
+    stalled(tmp_path, [(4, "update")])
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward": 1.0}\n')
+    (tmp_path / name).write_text(line + "\n")
+    assert monitor.main([str(tmp_path)]) == 2
+    told = capsys.readouterr().err
+    assert said in told and str(tmp_path) in told
+
+
+def test_a_packed_file_that_is_none_leaves_the_page_without_pictures(tmp_path, capsys):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward": 1.0}\n')
+    (tmp_path / "completions.jsonl").write_text("")
+    (tmp_path / "run.json").write_text(json.dumps({"packed": str(tmp_path / "metrics.jsonl")}))
+    assert monitor.main([str(tmp_path)]) == 0
+    assert "without pictures" in capsys.readouterr().out
+
+
+def test_hang_of_no_folder():
+    assert monitor.main(["--hang", "/nowhere"]) == 2

@@ -1,9 +1,11 @@
 """tools/plan.py: its counts beside what autograd saves and DeepSpeed allocates, and the command as a user types it."""
 
 import gc
+import json
 import math
 import shutil
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -219,3 +221,12 @@ def test_command(checkpoints, tmp_path, monkeypatch, capsys):
     told = capsys.readouterr().out
     assert "it fits" in told and "reference (--beta)" in told and "That is not enough" not in told
     assert not (tmp_path / "runs").exists()
+
+
+def test_sizes_that_make_no_model_are_not_a_model_that_does_not_fit(checkpoints, tmp_path):
+    (tmp_path / "model").mkdir()
+    config = json.loads(Path(f"{checkpoints['qwen2_5_vl']}/config.json").read_text())
+    for part in (config, config["text_config"]):
+        part |= {name: -5 for name in ("hidden_size", "vocab_size") if name in part}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    assert launch("--plan", "--model_name_or_path", "model", "--plan_gb", "80", cwd=tmp_path).returncode == 2

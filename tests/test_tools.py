@@ -228,7 +228,7 @@ def test_hostile_text_stays_text(run):
     assert "GRPO run <i>mine" in page.text
 
 
-def test_a_last_line_cut_short_is_left_out_and_a_broken_one_before_is_named(run):
+def test_a_last_line_cut_short_is_left_out_and_a_broken_one_before_is_named(run, capsys):
     for name in ("metrics.jsonl", "completions.jsonl"):
         with open(run / name, "a", encoding="utf-8") as file:
             file.write('{"step": 21, "split": "tr')
@@ -236,8 +236,9 @@ def test_a_last_line_cut_short_is_left_out_and_a_broken_one_before_is_named(run)
     assert monitor.read_metrics(run)[0][-1]["step"] == 20
     with open(run / "metrics.jsonl", "a", encoding="utf-8") as file:
         file.write('\n{"step": 22, "reward": 1.0}\n')
-    with pytest.raises(ValueError, match="metrics.jsonl, line 23: not JSON"):
-        monitor.main([str(run)])
+    capsys.readouterr()
+    assert monitor.main([str(run)]) == 2
+    assert "metrics.jsonl, line 23: not JSON" in capsys.readouterr().err
 
 
 def test_after_a_resume_the_later_line_counts(tmp_path):

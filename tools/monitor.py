@@ -29,9 +29,10 @@ from page import number, rollouts_page  # data (it loads torch) and matplotlib c
 # --- Reading -----------------------------------------------------------------------------------------------------
 
 
-def read_jsonl(path):
-    """Yields the objects of a file with one JSON object a line. A last line cut short, as a running or killed process
-    leaves it, is left out; anything else that is not an object raises ValueError with the line's number."""
+def read_jsonl(path, numbers=(), text=()):
+    """Yields the objects of a file with one JSON object a line, in each of which the fields `numbers` and `text` must
+    be such. A last line cut short, as a running or killed process leaves it, is left out; anything else raises
+    ValueError with the line's number."""
     with open(path, encoding="utf-8", errors="replace") as file:
         for number, line in enumerate(file, 1):
             try:
@@ -42,6 +43,9 @@ def read_jsonl(path):
                 raise ValueError(f"{path}, line {number}: not JSON ({error}); remove that line") from error
             if not isinstance(row, dict):
                 raise ValueError(f"{path}, line {number}: not a JSON object; remove that line")
+            for name in (*numbers, *text):
+                if not isinstance(row.get(name), str if name in text else (int, float)):
+                    raise ValueError(f"{path}, line {number}: {name} is {row.get(name)!r:.80}; remove that line")
             yield row
 
 
@@ -49,7 +53,7 @@ def read_metrics(run):
     """(training rows, evaluation rows) of metrics.jsonl, by step. After a resume a step may stand there twice: the
     later one belongs to the run that went on."""
     training, evaluation = {}, {}
-    for row in read_jsonl(run / "metrics.jsonl"):
+    for row in read_jsonl(run / "metrics.jsonl", numbers=["step"]):
         if "eval/iou" in row:
             evaluation[row["step"]] = row
         elif "reward" in row:
@@ -60,7 +64,8 @@ def read_metrics(run):
 def first_and_last(path):
     """{"train": (first, last), "eval": ...}, each (step, its rows): all that is kept of a file of any size."""
     ends = {}
-    for (split, step), rows in itertools.groupby(read_jsonl(path), key=lambda row: (row["split"], row["step"])):
+    lines = read_jsonl(path, numbers=["step", "record"], text=["split", "prompt", "completion"])
+    for (split, step), rows in itertools.groupby(lines, key=lambda row: (row["split"], row["step"])):
         entry = step, list(rows)
         ends[split] = ends.get(split, (entry,))[0], entry
     return ends
@@ -68,7 +73,8 @@ def first_and_last(path):
 
 def read_samples(run):
     """Rows of gpus.jsonl of the newest launch; none where nobody sampled."""
-    rows = list(read_jsonl(run / "gpus.jsonl")) if (run / "gpus.jsonl").exists() else []
+    path = run / "gpus.jsonl"
+    rows = list(read_jsonl(path, numbers=["time", "launch", "step", "gpu"])) if path.exists() else []
     return [row for row in rows if row["launch"] == rows[-1]["launch"]]
 
 
@@ -468,14 +474,21 @@ def main(argv):
             case ["--sample", folder, *parent]:
                 return sample(Path(folder), int(parent[0]) if parent else os.getppid())
             case ["--hang", folder]:
+                if not Path(folder).is_dir():
+                    raise ValueError(f"{folder}: no such folder; give the --output_dir of a run of grpo.py")
                 print(hang(Path(folder)) or f"{folder}/ranks: no rank has reported a hang")
                 return 0
             case [folder] if not folder.startswith("-"):
                 return report(Path(folder))
     except KeyboardInterrupt:
         return 0
-    except NoGPU as error:
+    except (NoGPU, OSError) as error:
         print(f"monitor.py: {error}", file=sys.stderr)
+        return 2
+    except (ValueError, LookupError, TypeError, AttributeError) as error:  # the last three: JSON, but of something else
+        folder = argv[-1]
+        why = error if folder in str(error) else f"the files in {folder} are not as grpo.py writes them ({error!r})"
+        print(f"monitor.py: {why}", file=sys.stderr)
         return 2
     print("usage: python tools/monitor.py [RUN | --hang RUN | --sample RUN [PARENT]]    (RUN: a run's folder)")
     return 2
@@ -507,7 +520,10 @@ def report(run):
     if (run / "completions.jsonl").exists():
         packed = None
         if settings.get("packed") and Path(settings["packed"]).exists():
-            packed = data.PackedDataset(settings["packed"])
+            try:
+                packed = data.PackedDataset(settings["packed"])
+            except data.DataError as error:
+                print(f"the page has boxes without pictures: {error}")
         else:
             print(f"the page has boxes without pictures: the packed file {settings.get('packed')} is not there")
         page = rollouts_page(title, facts, first_and_last(run / "completions.jsonl"), packed)

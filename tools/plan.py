@@ -19,6 +19,7 @@ import json
 import math
 import os
 import sys
+import traceback
 
 import torch
 import transformers
@@ -278,6 +279,8 @@ def main():
 if __name__ == "__main__":
     try:
         sys.exit(main())
-    except (ValueError, OSError) as error:
-        print(f"plan.py: {error}", file=sys.stderr)
+    except Exception as error:  # 1 would say that it does not fit
+        if not isinstance(error, (ValueError, OSError)):
+            traceback.print_exc()
+        print(f"plan.py: {error or type(error).__name__}", file=sys.stderr)
         sys.exit(2)
