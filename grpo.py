@@ -765,6 +765,10 @@ def gpu_samples(folder):
 def claim_folder(folder):
     """Make the run's folder and lock it against a second run; clear what a killed save left. The lock ends with the
     process, however that ends."""
+    if folder != folder.encode("utf-8", "replace").decode():  # safetensors wants UTF-8, and would say so at the save
+        raise ValueError(
+            f"--output_dir {folder!r} is no text in this locale: set LC_ALL=C.UTF-8, or give plain letters"
+        )
     try:
         os.makedirs(folder, exist_ok=True)
         lock = os.open(os.path.join(folder, ".lock"), os.O_CREAT | os.O_WRONLY)  # left open for the life of the process

@@ -798,3 +798,9 @@ def test_a_changed_weight_decay_holds_after_a_resume(checkpoints, pictures, tmp_
     run_ranks(1, run_once, make(max_steps=1))
     again = make(max_steps=2, weight_decay=0.5, resume_from_checkpoint="true")
     assert run_ranks(1, resumed_groups, again) == [[0.5]]
+
+
+def test_an_output_folder_that_is_no_text_is_refused_before_training(tmp_path):
+    folder = os.path.join(os.fsencode(tmp_path), b"\xc3\xb6").decode("ascii", "surrogateescape")  # as with LC_ALL=C
+    with pytest.raises(ValueError, match="--output_dir .* LC_ALL=C.UTF-8"):
+        grpo.claim_folder(folder)
