@@ -479,10 +479,10 @@ def step_metrics(run, everyone, learned, times):
     return metrics
 
 
-def measure_ceilings(device, side=8192):
-    """Bytes a second of a copy (read and written) and operations a second of a bf16 matrix product of `side`, best of
-    5: what the shares in the metrics are of. On a GPU 0.1 s and 1.2 GB, given back."""
-    a, b = torch.empty(2, side * side * 4, device=device, dtype=torch.bfloat16)
+def measure_ceilings(device, side=8192, dtype=torch.bfloat16):
+    """Bytes a second of a copy (read and written) and operations a second of a matrix product of `side`, best of 5:
+    what the shares in the metrics are of. On a GPU 0.1 s and 1.2 GB, given back."""
+    a, b = torch.empty(2, side * side * 4, device=device, dtype=dtype)
     square = a[: side * side].view(side, side).normal_()
 
     best = lambda f: min(Timer("f()", globals={"f": f}).timeit(1).mean for _ in range(6))  # noqa: E731  waits for the GPU

@@ -124,9 +124,9 @@ def write(path, meta, rows):
 
 
 def ceilings():
-    """What grpo.py's shares are of, printed."""
-    gpu = torch.cuda.is_available()
-    found = grpo.measure_ceilings("cuda" if gpu else "cpu", side=8192 if gpu else 256)
+    """What grpo.py's shares are of, printed; in the dtype that the work runs in, as a CPU may be slow at bf16."""
+    on = ("cuda", 8192, torch.bfloat16) if torch.cuda.is_available() else ("cpu", 256, torch.float32)
+    found = grpo.measure_ceilings(*on)
     copied, product = found["bytes_per_s"] / 1e12, found["flops"] / 1e12
     print(f"ceilings: copy {copied:.2f} TB/s, matrix {product:.0f} TFLOP/s", flush=True)
     return found

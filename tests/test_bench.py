@@ -151,9 +151,8 @@ def test_growth(tiny_work, tmp_path):
     assert base["update_paper_s"] == pytest.approx(2 * fewer["update_paper_s"])
     weights = 8 * size["itemsize"] * (size["blocks"] + size["head"]) / meta["ceilings"]["bytes_per_s"]
     assert 2 * fewer["rollout_paper_s"] - base["rollout_paper_s"] == pytest.approx(weights)
-    # no floor here: the ceiling is of bf16, which a CPU may be slower at than at the float32 that it runs
     ratio = math.prod(row["step_s"] / row["paper_s"] for row in rows) ** (1 / len(rows))
-    assert meta["measured_over_paper"]["step"] == pytest.approx(ratio)
+    assert meta["measured_over_paper"]["step"] == pytest.approx(ratio) and ratio > 1
 
 
 def test_overlap_is_that_of_a_ruler():

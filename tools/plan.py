@@ -282,5 +282,5 @@ if __name__ == "__main__":
     except Exception as error:  # 1 would say that it does not fit
         if not isinstance(error, (ValueError, OSError)):
             traceback.print_exc()
-        print(f"plan.py: {error or type(error).__name__}", file=sys.stderr)
+        print(f"plan.py: {str(error) or type(error).__name__}", file=sys.stderr)
         sys.exit(2)
