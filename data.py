@@ -122,7 +122,8 @@ def _read_yaml(path, folder):
                     beside = os.path.join(os.path.dirname(path), entry[key])
                     entry[key] = entry[key] if os.path.exists(entry[key]) else beside
                 found.append(Source(**{"image_folder": folder, **entry}))  # TypeError for an unknown or missing key
-                known = re.fullmatch(r"all|(first|end|random):(\d{1,9}|\d{1,9}(\.\d+)?%)", found[-1].sampling_strategy)
+                amount = r"([1-9]\d{0,8}|\d{1,9}(\.\d+)?%)"
+                known = re.fullmatch(f"all|(first|end|random):{amount}", found[-1].sampling_strategy)
                 if not known or found[-1].split not in ("train", "val"):
                     raise ValueError(entry)
         return found

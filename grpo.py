@@ -122,6 +122,8 @@ def train(run, model, train_records, val_records):
     run.identity = identity(run)
     if run.resumed:
         load_checkpoint(run, run.resumed)
+        if run.step >= run.total:
+            tell(f"nothing is left to train: step {run.step} of {run.total}; raise --max_steps or --num_train_epochs")
     log, times, began = Log(run), {}, time.perf_counter()
 
     def begin(phase):
@@ -1153,40 +1155,20 @@ def follow_the_rank(_):
 # --- DeepSpeed ---------------------------------------------------------------------------------------------------
 
 
-SHAPES = {  # what --deepspeed's JSON must hold where it is read here, outer keys first
-    "an object, {...}": (
-        dict,
-        "zero_optimization zero_optimization.offload_optimizer bf16 fp16 optimizer optimizer.params",
-    ),
-    "a name": (str, "optimizer.type"),
-    'a number, or "auto"': ((int, float), "zero_optimization.reduce_bucket_size optimizer.params.eps"),
-    'two numbers, [0.9, 0.999] for one, or "auto"': (list, "optimizer.params.betas"),
-}
-
-
 def read_deepspeed(args):
     """--deepspeed's JSON with --zero_stage applied."""
-    with open(args.deepspeed) as file:
-        try:
+    try:
+        with open(args.deepspeed) as file:
             config = json.load(file)
-        except ValueError as error:
-            raise ValueError(f"--deepspeed {args.deepspeed} is not JSON: {error}") from error
-
-    def need(holds, key, value, what):
-        if not holds:
-            raise ValueError(f"--deepspeed {args.deepspeed}: {key} is {json.dumps(value):.80}, must be {what}")
-
-    need(isinstance(config, dict), "the whole", config, "an object, {...}")
-    for what, (kind, keys) in SHAPES.items():
-        for key in keys.split():
-            *outer, name = key.split(".")
-            inside = functools.reduce(lambda part, name: part.get(name, {}), outer, config)
-            value = inside.get(name)
-            fits = isinstance(value, kind) or value == "auto" and "auto" in what
-            need(name not in inside or fits, key, value, what)
-    zero = config.setdefault("zero_optimization", {})
-    zero["stage"] = zero.get("stage", 0) if args.zero_stage is None else args.zero_stage
-    need(zero["stage"] in (0, 1, 2, 3), "zero_optimization.stage", zero["stage"], "0, 1, 2 or 3")
+        zero, optimizer = (config.setdefault(name, {}) for name in ("zero_optimization", "optimizer"))
+        zero["stage"] = zero.get("stage", 0) if args.zero_stage is None else args.zero_stage
+        parts = [optimizer, optimizer.get("params", {}), zero.get("offload_optimizer", {})]
+        if not all(isinstance(part, dict) for part in parts + [config.get(name, {}) for name in ("bf16", "fp16")]):
+            raise ValueError("optimizer, its params, offload_optimizer, bf16 and fp16 must be objects, {...}")
+        if zero["stage"] not in (0, 1, 2, 3):
+            raise ValueError(f"stage {zero['stage']!r}, must be 0, 1, 2 or 3")
+    except (ValueError, TypeError, AttributeError) as error:  # no JSON, or JSON of something else
+        raise ValueError(f"--deepspeed {args.deepspeed} is no DeepSpeed configuration: {error}") from error
     return config
 
 
@@ -1227,7 +1209,7 @@ def deepspeed_config(args, world, hidden_size, device_type):
     # weights that autograd holds, and DeepSpeed's form of them costs the processor 50 us each
     zero.setdefault("stage3_max_live_parameters", max(10**9, 40 * hidden_size**2))
     zero.setdefault("memory_efficient_linear", not args.gradient_checkpointing)
-    config["optimizer"] = optimizer = {"type": "AdamW"} | config.get("optimizer", {})
+    config["optimizer"] = optimizer = {"type": "AdamW"} | config["optimizer"]
     given = {name: value for name, value in optimizer.get("params", {}).items() if value != "auto"}
     flags = {"lr": args.learning_rate, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": args.weight_decay}
     for name in ("lr", "weight_decay"):

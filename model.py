@@ -427,23 +427,24 @@ def fused(rows):
     first dimension changes from call to call (tokens): they share one compilation, everything else is a constant."""
 
     def decorate(function):
-        compiled = torch.compile(function, dynamic=False)
+        @functools.cache
+        def compiled():  # at the first call: a process that never comes to one need not wait for PyTorch's compiler
+            # a compilation a shape of heads, dtype and grad mode: more than the 8 before PyTorch gives up on a function
+            torch._dynamo.config.recompile_limit = 64
+            return torch.compile(function, dynamic=False)
 
         @functools.wraps(function)
         def run(*args):
             if not args[0].is_cuda:
                 return function(*args)
+            run_compiled = compiled()
             for tensor in args[:rows]:
                 torch._dynamo.maybe_mark_dynamic(tensor, 0)
-            return compiled(*args)
+            return run_compiled(*args)
 
         return run
 
     return decorate
-
-
-# A compilation a shape of heads, dtype and grad mode: more than PyTorch's 8 before it gives up on a function.
-torch._dynamo.config.recompile_limit = 64
 
 
 def rotate(q, k, cos, sin):

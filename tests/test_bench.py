@@ -213,7 +213,8 @@ def test_on_paper():
             assert row["step"] == pytest.approx(row["measured"], rel=0.1)
 
 
-@pytest.mark.parametrize("modes", [["ZeRO-3 default"], pytest.param(["DDP", "ZeRO-3 tuned"], marks=pytest.mark.slow)])
+@pytest.mark.slow  # with the next: every script of bench/ here trains as a user does, the others above in one process
+@pytest.mark.parametrize("modes", [["ZeRO-3 default"], ["DDP", "ZeRO-3 tuned"]])
 def test_zero(tiny_work, tmp_path, modes):
     flags = "--prompts 2 --generations 2 --length 8 --steps 4".split()
     meta, rows = run("zero.py", tiny_work, tmp_path / "zero.json", *flags, "--only", *modes)
@@ -233,6 +234,7 @@ def test_zero(tiny_work, tmp_path, modes):
         assert again == rows
 
 
+@pytest.mark.slow
 def test_memory(tiny_work, tmp_path):
     flags = "--prompts 2 --generations 2 --length 8 --steps 2 --only".split()
     _, rows = run("memory.py", tiny_work, tmp_path / "memory.json", *flags, "stage 1", "math kernel")

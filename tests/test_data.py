@@ -217,6 +217,7 @@ def test_yaml_val_entries_are_held_out(folder, tmp_path):
         "datasets: [a]",
         "datasets: [{json_path: 3}]",
         "datasets: [{json_path: s.jsonl, sampling_strategy: 'last:3'}]",
+        "datasets: [{json_path: s.jsonl, sampling_strategy: 'first:0'}]",
         "datasets: [{json_path: s.jsonl, sampling_strategy: 'first:-3'}]",
         "datasets: [{json_path: s.jsonl, weight: '3'}]",
         "datasets: [{json_path: missing.jsonl}]",
@@ -1175,6 +1176,7 @@ def test_command_line_as_a_program(folder, tmp_path):
     assert PackedDataset(tmp_path / "out.packed")[0]["image"] == "a.png"
 
 
+@pytest.mark.slow
 def test_the_benchmark_in_small(tmp_path):
     """bench/data.py: every reader gives rates, and what the README quotes is in its files."""
     byte_tokenizer().save_pretrained(tmp_path / "tokenizer")

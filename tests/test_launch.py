@@ -257,7 +257,7 @@ def test_a_version_out_of_bounds_counts_as_missing(tmp_path):
     assert done.returncode != 0 and "No matching distribution found for numpy" in done.stdout
 
 
-@pytest.mark.parametrize("processes", ["1", "2"])
+@pytest.mark.parametrize("processes", [pytest.param("1", marks=pytest.mark.slow), "2"])
 def test_training_under_zero_3(tmp_path, checkpoints, processes):
     """The whole way as a user goes it: torchrun, gloo, ZeRO-3, metrics, checkpoint, curves and page."""
     words = [*training(tmp_path, checkpoints), "--output_dir", "my run"]
